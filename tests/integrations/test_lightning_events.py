@@ -233,7 +233,7 @@ def test_two_callbacks_are_refused(callback: Fit, trainer: Fit) -> None:
         RuntimeError, match="more than one stateful callback of type `DiLoCoCallback`"
     ):
         trainer(callback(), callback())  # Lightning's own sentence
-    with pytest.raises(UsageError, match="two DiLoCoCallbacks; leave one"):
+    with pytest.raises(UsageError, match="two DiLoCoCallbacks; remove one"):
         trainer(callback(), Derived()).fit(module_of(), batches())
 
 

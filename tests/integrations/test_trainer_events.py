@@ -289,7 +289,7 @@ def test_processes_of_a_launcher_that_do_not_train_together_are_refused(
 def test_two_callbacks_are_one_too_many(trainer: MakeTrainer, broker: Broker) -> None:
     from diloco_worker.transformers import DiLoCoCallback
 
-    with pytest.raises(UsageError, match="two DiLoCoCallbacks; leave one"):
+    with pytest.raises(UsageError, match="two DiLoCoCallbacks; remove one"):
         trainer(DiLoCoCallback(broker.address)).train()
 
 

@@ -14,9 +14,8 @@ from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection
 from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import MergeFailed, NonFinite
-from diloco_worker.sync.state import SyncState
+from diloco_worker.sync.state import Options, SyncState
 
 RUN = "0123456789abcdef"
 E = TypeVar("E", bound=Event)

@@ -183,7 +183,7 @@ def train_island(
             step += 1
             print(f"step {step}", flush=True)
             if step == 4 and options.get("alone", ("", None))[1] == rank:
-                beginning.SAYS_AFTER_S = 0.5
+                beginning.LOG_AFTER_S = 0.5
                 call_alone(diloco, options["alone"][0])
             threading.Event().wait(options.get("pause", 0.0))  # a slower machine
         if options.get("late") and rank:

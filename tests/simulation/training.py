@@ -18,8 +18,7 @@ from diloco_worker.session.news import LinkState, Poll, Work
 from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import Fragment, InFlight, Merge, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.sync.patience import Options
-from diloco_worker.sync.state import SyncState
+from diloco_worker.sync.state import Options, SyncState
 from simulation.residuals import Residuals
 
 if TYPE_CHECKING:

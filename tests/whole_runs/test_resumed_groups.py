@@ -200,7 +200,7 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         (2, 2, "own", "model", "tensors differ (embed.weight)"),
         (2, 1, "all", "model", "tensors differ (embed.weight)"),
         (1, 2, "all", "model", "tensors differ (embed.weight)"),
-        (2, 2, "own", "moment", "load in each what was saved at the same moment"),
+        (2, 2, "own", "moment", "load in each a state of the same moment"),
     ],
 )
 def test_what_was_not_saved_together_is_refused_by_all(

@@ -38,7 +38,7 @@ def test_a_worker_alone_trains_on_each_unit_once_an_epoch(processes: int) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
-def test_an_epoch_has_each_unit_once_in_an_order_of_its_own(size: int) -> None:
+def test_each_epoch_has_each_unit_once_in_its_own_order(size: int) -> None:
     orders = [[unit_of(e * size + place, size, 3) for place in range(size)] for e in range(2)]
     for epoch, order in enumerate(orders):
         assert sorted(order) == [(epoch, unit) for unit in range(size)]
@@ -47,7 +47,7 @@ def test_an_epoch_has_each_unit_once_in_an_order_of_its_own(size: int) -> None:
         assert [unit for _, unit in orders[0]] != list(range(size))
 
 
-def test_what_is_trained_is_told_with_the_step_behind_it() -> None:
+def test_trained_units_are_reported_with_the_following_step() -> None:
     diloco = alone()
     queue = WorkQueue(diloco, "text", 3, seed=None, prefetch=1)
     told: list[Any] = []
@@ -55,13 +55,13 @@ def test_what_is_trained_is_told_with_the_step_behind_it() -> None:
     batches = queue.batches(DataLoader(QueuedDataset(queue, pairs), batch_size=2), ahead=1)
     next(batches)
     diloco.units.stepped()
-    assert not told, "its step comes when the next batch is here"
+    assert not told, "its step is made before the next batch"
     next(batches)
     diloco.units.stepped()
     assert [(each.begun, each.ended) for each in told] == [((0,), (0,))]
 
 
-def test_unit_that_others_have_by_now_is_not_said_to_be_trained() -> None:
+def test_dropped_unit_is_not_reported_as_trained() -> None:
     diloco = alone()
     queue = WorkQueue(diloco, "text", 1, seed=None)
     told: list[Any] = []
@@ -77,22 +77,22 @@ def listening() -> set[threading.Thread]:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_data_set_that_is_gone_leaves_no_thread_and_no_model(processes: int) -> None:
+def test_deleted_data_set_leaves_no_thread_and_no_model(processes: int) -> None:
     before = listening()
     queue = WorkQueue(alone(), "text", 3)
     kept = weakref.ref(queue)
     loader: DataLoader[Any] | None = DataLoader(QueuedDataset(queue, pairs), num_workers=processes)
     (thread,) = listening() - before
     assert loader is not None and len(list(queue.batches(loader))) == 6
-    assert thread.is_alive(), "though the processes have dropped their copies"
+    assert thread.is_alive(), "although the processes dropped their copies"
     del queue, loader
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
-    until(lambda: kept() is None)  # who served a process sees that it is gone
+    until(lambda: kept() is None)  # the serving thread sees that its process ended
 
 
-def test_copy_in_a_forked_process_ends_nothing_here() -> None:
+def test_deleting_a_forked_copy_does_not_end_the_original() -> None:
     data = QueuedDataset(WorkQueue(alone(), "text", 3), pairs)
     before = listening()
     child = os.fork()
@@ -114,6 +114,6 @@ def test_copy_in_a_forked_process_ends_nothing_here() -> None:
         ({"units": 2, "prefetch": 0}, "prefetch is 0"),
     ],
 )
-def test_numbers_that_cannot_be_meant_are_refused(numbers: dict[str, int], words: str) -> None:
+def test_invalid_numbers_are_refused(numbers: dict[str, int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         WorkQueue(alone(), "text", **numbers)

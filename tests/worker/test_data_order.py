@@ -1,4 +1,4 @@
-"""Do workers of one script read the data in orders of their own, and which share does each read?"""
+"""Workers of one script read the data in different orders, and each has its share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seeded(**options: Any) -> RandomSampler:
 
 
 def loader(kind: str) -> DataLoader[int]:
-    """One that gives the same order in each process of a script."""
+    """A loader that has the same order in each process of a script."""
     torch.manual_seed(42)
     sampler: Any = {
         "shuffle": None,
@@ -42,20 +42,20 @@ def loader(kind: str) -> DataLoader[int]:
 
 
 def order(kind: str, index: int, epochs: int = 2) -> list[list[int]]:
-    """What a worker with this share reads in each epoch."""
+    """The data that a worker with this share reads, by epoch."""
     made = loader(kind)
     assert give_own_order([made], lambda: (index, 2))
     return [[int(each) for batch in made for each in batch] for _ in range(epochs)]
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "own generator", "weighted", "distributed"])
-def test_each_worker_has_an_order_of_its_own_and_the_same_in_each_life(kind: str) -> None:
+def test_each_worker_has_its_own_order_and_keeps_it_after_restarts(kind: str) -> None:
     first, second = order(kind, 0), order(kind, 1)
     assert first[0] != second[0] and first[1] != second[1]
     assert order(kind, 1) == second
     if kind not in {"weighted"}:
         assert sorted(second[0]) == NUMBERS
-    if kind != "distributed":  # which is told of the epoch by the loop
+    if kind != "distributed":  # the loop sets its epoch
         assert second[0] != second[1]
 
 
@@ -67,7 +67,7 @@ def test_a_loader_that_is_used_again_keeps_its_order() -> None:
     assert [list(map(int, each)) for each in made] == [list(map(int, each)) for each in again]
 
 
-def test_data_that_is_read_in_order_is_warned_of_where_there_are_several_workers(
+def test_data_read_in_order_by_several_workers_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     in_order: DataLoader[int] = DataLoader(NUMBERS, 8)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ class ReadOnly(Sampler[int]):
 
 
 def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
-    """What a worker with the last of these shares reads; None: without a run."""
+    """The data that a worker with the last of these shares reads; None: without a run."""
     made: DataLoader[int] = DataLoader(NUMBERS, 8, sampler=sampler)  # type: ignore[arg-type]
     if shards is not None:
         give_own_order([made], lambda: (shards - 1, shards))
@@ -122,7 +122,7 @@ def test_a_sampler_whose_generator_cannot_be_replaced_is_left_alone(
     assert "own part of the data" in caplog.text
 
 
-def test_a_broker_that_gives_no_shares_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_broker_without_shares_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
     def shard() -> tuple[int, int]:
         raise UsageError("no shares here")
 
@@ -130,15 +130,15 @@ def test_a_broker_that_gives_no_shares_ends_no_training(caplog: pytest.LogCaptur
     assert "no shares here" in caplog.text
 
 
-# Which share of the data a worker samples: what the environment says, else the broker.
+# The share of the data: that of the environment, else of the broker.
 
 
-def test_variables_win_over_what_the_broker_says(
+def test_variables_take_precedence_over_the_broker(
     training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = training.begins()
     with pytest.raises(UsageError, match="set DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS"):
-        assert worker.shard, "this broker gives none"
+        assert worker.shard, "this broker assigns none"
     training.link.shard = (1, 4)
     assert worker.shard == (1, 4)
     monkeypatch.setenv("DILOCO_SHARD_INDEX", "2")
@@ -152,7 +152,7 @@ def test_a_worker_alone_has_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("told", [("2", ""), ("", "2"), ("2", "2"), ("-1", "2"), ("a", "2")])
-def test_variables_that_name_no_share_are_refused(told: tuple[str, str]) -> None:
+def test_invalid_share_variables_are_refused(told: tuple[str, str]) -> None:
     environ = dict(zip(("DILOCO_SHARD_INDEX", "DILOCO_NUM_SHARDS"), told, strict=True))
     with pytest.raises(UsageError, match="index from 0"):
         chosen_shard(environ)

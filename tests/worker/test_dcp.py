@@ -1,4 +1,4 @@
-"""Reading what `torch.distributed.checkpoint` has saved of workers of several processes."""
+"""Reads what `torch.distributed.checkpoint` saved of workers of several processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled.*t
 
 
 def state_of(worker: str, rank: int, count: int) -> dict[str, Any]:
-    """As much of one as matters: values of all kinds, at places of all kinds."""
+    """A minimal state: values of all kinds, at all depths."""
     fragments = [
         {"base": {"parameters": torch.full((2 + rank,), float(rank))}, "version": [worker, number]}
         for number in range(3)
@@ -43,7 +43,7 @@ def of_two(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("worker", ["a", None])
-def test_process_reads_its_own_part_where_there_are_as_many(
+def test_process_reads_its_own_part_if_the_count_is_unchanged(
     of_two: Path, worker: str | None
 ) -> None:
     found = saved_state(of_two, "diloco", worker, 1, 2)
@@ -51,14 +51,12 @@ def test_process_reads_its_own_part_where_there_are_as_many(
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 3), (2, 3)])
-def test_another_number_of_processes_reads_those_of_all(
-    of_two: Path, rank: int, count: int
-) -> None:
+def test_another_number_of_processes_reads_all_parts(of_two: Path, rank: int, count: int) -> None:
     found = saved_state(FileSystemReader(of_two), "diloco", "a", rank, count)
     assert equal(found["resume"], {**state_of("a", 0, 2), **state_of("a", 1, 2)})
 
 
-def test_worker_of_one_process_reads_what_it_has_saved(tmp_path: Path) -> None:
+def test_worker_of_one_process_reads_its_own_state(tmp_path: Path) -> None:
     plain = {"format": 2, "fragments": [{"base": {"parameters": torch.ones(2)}}]}
     save({"diloco": {"local_step": 1, "resume": plain}}, checkpoint_id=tmp_path, no_dist=True)
     assert equal(saved_state(tmp_path, "diloco", None, 0, 2)["resume"], plain)
@@ -75,7 +73,7 @@ def test_of_several_workers_each_reads_its_own(tmp_path: Path) -> None:
             saved_state(tmp_path, "diloco", stranger, 0, 1)
 
 
-def test_what_is_not_there_is_said(of_two: Path, tmp_path: Path) -> None:
+def test_missing_state_is_reported(of_two: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no 'outer'; it has: diloco, model\."):
         saved_state(of_two, "outer", None, 0, 1)
     with pytest.raises(UsageError, match="not a checkpoint"):

@@ -1,4 +1,4 @@
-"""Versions that come as differences from the one that is held, against a scripted broker."""
+"""Versions that arrive as differences from the held one, against a scripted broker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def follows(
     held: int | None = None,
     spoilt: bool = False,
 ) -> None:
-    """A version that is the one held and so much more everywhere; `spoilt`: says another sum."""
+    """Send a version that is the held one plus `by` everywhere; `spoilt`: with a wrong checksum."""
     broker, what = training.broker, version(counter)
     base = version(counter - 1 if held is None else held)
     for span in training.filled(0).layout.spans:
@@ -52,7 +52,7 @@ def training_base(training: ScriptedTraining, index: int) -> Tensor:
 
 
 def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
-    """A whole push, and the pull for the version that it will be in."""
+    """Receive a complete push, and the pull for the version with it."""
     broker = training.broker
     push = broker.hears(Push)
     pull = broker.hears_pull()
@@ -62,7 +62,7 @@ def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
     return push, pull
 
 
-def test_what_is_held_and_the_difference_are_the_version(training: ScriptedTraining) -> None:
+def test_held_version_plus_difference_is_the_version(training: ScriptedTraining) -> None:
     few(training)
     value = 100.0
     for counter in (1, 2):
@@ -75,7 +75,7 @@ def test_what_is_held_and_the_difference_are_the_version(training: ScriptedTrain
         assert training.values == value
 
 
-def test_copy_that_is_another_is_noticed_and_fetched_whole(
+def test_mismatched_copy_is_detected_and_fetched_complete(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     few(training)
@@ -88,16 +88,16 @@ def test_copy_that_is_another_is_noticed_and_fetched_whole(
     training.serves(50, 1, push)
     training.done()
     assert training.values == 50
-    assert "fetched whole" in caplog.text
+    assert "fetching it complete" in caplog.text
     training.trains(H)
     push, pull = takes_with_pull(training)
-    assert pull.delta_of == version(1), "what came whole is trusted"
+    assert pull.delta_of == version(1), "a complete version is trusted"
     follows(training, 2, push, by=7.0)
     training.done()
     assert training.values == 57
 
 
-def test_difference_from_a_version_that_is_not_held_is_passed_over(
+def test_difference_from_an_unknown_version_is_ignored(
     training: ScriptedTraining,
 ) -> None:
     few(training)
@@ -110,7 +110,7 @@ def test_difference_from_a_version_that_is_not_held_is_passed_over(
 
 
 @pytest.mark.parametrize("parts", [(), (1,), (130, 130), (129,)])
-def test_difference_of_wrong_lengths_is_said_aloud_and_not_used(
+def test_difference_of_wrong_lengths_is_logged_and_dropped(
     training: ScriptedTraining,
     broker: ScriptedBroker,
     caplog: pytest.LogCaptureFixture,

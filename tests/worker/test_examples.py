@@ -1,4 +1,4 @@
-"""The examples that need no other library: they run, learn, stay short, and take part in a run."""
+"""The examples without other libraries: they run, learn, stay short, and take part in a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_example_ends_with_the_code_for_a_run_that_is_over(processes: Processes)
 
 
 @pytest.mark.slow
-def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> None:
+def test_killed_example_resumes(processes: Processes) -> None:
     address = processes.broker(**BROKER).address()
     often = ("--save-every", "5")
     other = started(processes, "resume.py", "b", address, *often, "--checkpoint", "b.pt")
@@ -53,7 +53,7 @@ def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> No
 
 
 @pytest.mark.slow
-def test_worker_of_two_processes_goes_on_as_one_of_three(processes: Processes) -> None:
+def test_worker_of_two_processes_resumes_as_one_of_three(processes: Processes) -> None:
     """The example of FSDP2, killed in the middle."""
     address = processes.broker(**BROKER).address()
     other = started(processes, "resume.py", "b", address, "--checkpoint", "b.pt")

@@ -1,4 +1,6 @@
-"""Children of a training script, such as a data loader's: they hold no connection of their parent."""
+"""Child processes of a training script, such as those of a data loader, keep no connection of their
+parent.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from kit.whole_run import make_config
 
 pytest_plugins = ("kit.process_fixtures",)
 
-# What the broker waits for a worker to come back whose connection has closed, and then some.
+# Seconds that the broker waits for a worker whose connection broke, and a margin.
 GRACE_S, SOON_S = 0.5, 15.0
 
 
@@ -38,12 +40,12 @@ def members(broker: Broker) -> list[str]:
 
 
 def say(*words: Any) -> None:
-    """Whole lines, also where two processes write."""
+    """Print complete lines, also where two processes write."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def train_with_a_child(server: str) -> None:
-    """Joins, forks a child that outlives it, and trains on for ever."""
+    """Join, fork a child that outlives this process, and train without an end."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -66,7 +68,7 @@ def train_with_a_child(server: str) -> None:
 
 def _be_a_child(server: str, inherited: DiLoCoWorker) -> None:
     try:
-        with DiLoCoClient(server, timeout=PATIENCE_S) as client:  # it may open its own
+        with DiLoCoClient(server, timeout=PATIENCE_S) as client:  # a child may open its own
             say("child", os.getpid(), "sees", client.status()["workers"][0]["id"])
         began = time.monotonic()
         inherited.close()
@@ -84,16 +86,16 @@ def test_death_of_a_parent_is_seen_though_its_child_lives(
     try:
         assert parent.says("child ").endswith("sees me")
         parent.says("closed in no time")
-        assert members(broker) == ["me"], "what a child closes is not its parent's"
+        assert members(broker) == ["me"], "the child closes nothing of its parent"
         parent.says("rounds 2")
         os.kill(parent.pid, signal.SIGKILL)
         wait_for(lambda: members(broker) == [], SOON_S)
-        os.kill(child, 0)  # it is still there
+        os.kill(child, 0)  # it still runs
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def test_program_that_a_worker_starts_inherits_no_socket(broker: Broker) -> None:
+def test_child_program_of_a_worker_inherits_no_socket(broker: Broker) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -104,7 +106,7 @@ def test_program_that_a_worker_starts_inherits_no_socket(broker: Broker) -> None
     ):
         assert child.stdin is not None and child.stdout is not None
         os.write(child.stdin.fileno(), b"x")
-        assert os.read(child.stdout.fileno(), 1) == b"x", "it is at work, and opens nothing more"
+        assert os.read(child.stdout.fileno(), 1) == b"x", "the child runs, and opens nothing more"
         own = Path(f"/proc/{child.pid}/fd")
         kinds = [os.readlink(each).partition(":")[0] for each in own.iterdir()]
         assert "socket" not in kinds

@@ -1,4 +1,4 @@
-"""A worker in health, against a broker that follows a script, over real sockets."""
+"""A healthy worker against a scripted broker, over real sockets."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     assert metrics.bytes_up > 3 * 48 < metrics.bytes_down
     assert metrics.seconds_waited > 0
     assert f"has 4 steps of this worker, norm {push.norm:.4g}, staleness 0; waited" in caplog.text
-    until(lambda: not training.link.uploaded)  # what is told of a push is forgotten with it
+    until(lambda: not training.link.uploaded)  # the state of a push is dropped with it
 
 
-def test_worker_donates_the_global_values_and_later_versions_do_not_overwrite_them(
+def test_worker_seeds_the_global_values_and_later_versions_do_not_overwrite_them(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     training.begins()
@@ -72,7 +72,7 @@ def test_worker_donates_the_global_values_and_later_versions_do_not_overwrite_th
     assert (donation.base, first(values)) == (version(0), 100)
 
 
-def test_heartbeats_tell_how_training_stands(training: ScriptedTraining) -> None:
+def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> None:
     worker = training.begins()
     for _ in range(3):
         training.steps(1)
@@ -90,13 +90,13 @@ def test_heartbeats_tell_how_training_stands(training: ScriptedTraining) -> None
     training.serves(1, 1, push)
     training.done()
     beat = training.broker.hears(Heartbeat)
-    assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one behind it"
+    assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one after it"
 
 
 # Leaving.
 
 
-def test_leaving_tells_the_broker_and_leaves_the_model_as_it_is(training: ScriptedTraining) -> None:
+def test_leaving_notifies_the_broker_and_leaves_the_model_alone(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.steps(2)
     worker.close()
@@ -150,7 +150,7 @@ def test_without_a_server_everything_is_a_no_op() -> None:
     DiLoCoWorker(descent.model, descent.optimizer).load_state_dict(state)
 
 
-def test_old_name_of_pushes_is_read_from_checkpoints_and_by_scripts() -> None:
+def test_old_name_of_pushes_works_in_checkpoints_and_scripts() -> None:
     descent = Descent()
     state = DiLoCoWorker(descent.model, descent.optimizer).state_dict()
     state["metrics"] = {"rounds": 3, "bytes_up": 7}
@@ -163,7 +163,7 @@ def test_old_name_of_pushes_is_read_from_checkpoints_and_by_scripts() -> None:
     assert "rounds" not in dict(metrics)
 
 
-def test_counters_go_on_from_a_checkpoint(training: ScriptedTraining) -> None:
+def test_counters_resume_from_a_checkpoint(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.round(H, 1)
     state = worker.state_dict()
@@ -216,7 +216,7 @@ def begins(training: ScriptedTraining, **changes: Any) -> Any:
     return training.begins(layers(), config=STREAMS | changes)
 
 
-def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
+def test_heartbeat_has_the_delay_in_use(training: ScriptedTraining) -> None:
     begins(training, sync_every=12, fragment_delay_auto=True)
     training.steps(4)
     assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
@@ -237,7 +237,7 @@ def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
         ({"fragment_merge": "rebase"}, 1000.0 - 1),
     ],
 )
-def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
+def test_push_in_flight_during_load_global_is_merged_onto_the_loaded_values(
     training: ScriptedTraining, broker: ScriptedBroker, merge: dict[str, Any], merged: float
 ) -> None:
     worker = training.begins(config={"fragment_sync_delay": 3, **merge})
@@ -250,6 +250,6 @@ def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
     assert training.values == 500
     training.brings(1000, 2, push)
     training.steps(1)
-    assert training.values == 499, "the reply is early"
+    assert training.values == 499, "the reply came before its apply point"
     training.steps(2)
     assert training.values == merged - 2

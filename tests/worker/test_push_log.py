@@ -1,4 +1,4 @@
-"""The worker's own record of its pushes: what is in it, when, and whether it outlives the worker."""
+"""The worker's log of its pushes: its content, its order, and whether it survives the worker."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ def test_every_push_is_frozen_and_then_counted_in_the_version_that_names_it(tmp_
             last = observer.pull()
     for worker in ("w0", "w1"):
         mine = [line for line in lines(path) if line["worker"] == worker]
-        assert [line["event"] for line in mine] == [
-            "joined",
-            *["frozen", "counted"] * 6,
-            "left",
-        ]
+        assert [line["event"] for line in mine] == ["joined", *["frozen", "counted"] * 6, "left"]
         assert mine[0]["epoch"]
         assert mine[-1]["step"] == 12
         pushes = mine[1:-1]
@@ -86,7 +82,7 @@ def test_freeze_is_written_before_anything_of_it_is_sent(
     ]
 
 
-def test_push_that_is_refused_is_dropped_with_the_code(
+def test_rejected_push_is_logged_with_the_code(
     training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
@@ -100,7 +96,7 @@ def test_push_that_is_refused_is_dropped_with_the_code(
     assert not of_kind(path, "counted")
 
 
-def test_record_outlives_a_worker_that_is_killed(processes: Processes, tmp_path: Path) -> None:
+def test_log_survives_a_killed_worker(processes: Processes, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with Broker(make_config(sync_every=5)) as broker:
         script = str(KIT / "train_script.py")
@@ -120,12 +116,12 @@ def test_record_outlives_a_worker_that_is_killed(processes: Processes, tmp_path:
     frozen = {line["push_id"] for line in of_kind(path, "frozen")}
     named = {f"{counted.push_id:016x}" for counted in ledger.pushes["a"]}
     assert len(named) >= 3
-    assert named <= frozen, "the broker has counted nothing that the worker has not written down"
+    assert named <= frozen, "the broker counted only pushes in the log"
     assert not of_kind(path, "left")
 
 
 @pytest.mark.parametrize("where", ["", "missing/audit.jsonl"])
-def test_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, where: str) -> None:
+def test_unwritable_file_is_refused_at_the_start(tmp_path: Path, where: str) -> None:
     descent = Descent()
     worker = DiLoCoWorker(
         descent.model,
@@ -138,7 +134,7 @@ def test_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, whe
     assert str(tmp_path / where) in str(refused.value)
 
 
-def test_full_disk_ends_the_record_and_not_the_training(
+def test_full_disk_ends_the_log_but_not_training(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not Path("/dev/full").exists():

@@ -1,7 +1,7 @@
-"""What few bits leave out of a delta: what becomes of it, whatever becomes of the push.
+"""The rounding error of a quantized delta, for each outcome of its push.
 
-The worker trains against a scripted broker; each step lowers every parameter by 1. What a chunk of its
-next push must be is worked out by the codecs in plain Python, in fp32.
+The worker trains against a scripted broker; each step lowers every parameter by 1. The expected value
+of each chunk is computed by codecs in plain Python, in fp32.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ CODEC = "int4"
 
 
 class Sender:
-    """What a worker should send of a chunk in which all elements are the same."""
+    """The expected pushes of a chunk in which all elements are equal."""
 
     def __init__(self, wire: str = CODEC) -> None:
         self.wire = wire
         self.residual = 0.0
 
     def sends(self, delta: float) -> float:
-        """What the broker reads of it."""
+        """The value that the broker decodes."""
         coded = encode([self._sum(delta)] * 4, self.wire)
         return decode(coded, self.wire, 4)[0]
 
     def counts(self, delta: float) -> None:
-        """It has counted."""
+        """The push counted."""
         self.residual = fp32(self._sum(delta) - self.sends(delta))
 
     def _sum(self, delta: float) -> float:
@@ -62,13 +62,13 @@ def by_chunk(training: ScriptedTraining, push: Push, state: FlatState) -> list[f
 
 
 def pushes(training: ScriptedTraining) -> tuple[Push, list[float]]:
-    """Takes a whole push; the value of each chunk."""
+    """Receive a complete push; the value of each chunk."""
     push, state = training.broker.takes_push()
     return push, by_chunk(training, push, state)
 
 
 def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
-    """Steps to a boundary, and a version of the same values with the push in it."""
+    """Step to a boundary, and serve a version of the same values with the push in it."""
     training.trains(H)
     push, values = pushes(training)
     training.serves(100, counter, push)
@@ -79,7 +79,7 @@ def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
 def serves_in_part(
     training: ScriptedTraining, counter: int, counted: Mapping[int, Bitmap | None]
 ) -> None:
-    """A version that contains these chunks of pushes; None: all."""
+    """Serve a version that contains these chunks of pushes; None: all."""
     state = training.filled(100)
     broker, what = training.broker, version(counter)
     for span in state.layout.spans:
@@ -97,7 +97,7 @@ def some(*chunks: int) -> Bitmap:
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_what_was_left_out_goes_with_the_next(training: ScriptedTraining, wire: str) -> None:
+def test_residual_is_sent_with_the_next_delta(training: ScriptedTraining, wire: str) -> None:
     few(training, wire)
     sender = Sender(wire)
     for counter in range(1, 6):
@@ -108,14 +108,14 @@ def test_what_was_left_out_goes_with_the_next(training: ScriptedTraining, wire: 
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-def test_nothing_is_kept_where_much_travels(training: ScriptedTraining, wire: str) -> None:
+def test_unquantized_deltas_have_no_residual(training: ScriptedTraining, wire: str) -> None:
     few(training, wire)
     counted_round(training, 1)
     saved = training.worker.state_dict()
     assert saved["resume"]["fragments"][0]["residual"] is None
 
 
-def test_push_that_is_refused_leaves_the_residual_and_its_own_steps_are_gone(
+def test_rejected_push_keeps_the_residual_and_loses_its_steps(
     training: ScriptedTraining,
 ) -> None:
     few(training)
@@ -129,17 +129,17 @@ def test_push_that_is_refused_leaves_the_residual_and_its_own_steps_are_gone(
     training.done()
     training.trains(H)
     push, values = pushes(training)
-    assert values == [sender.sends(H)] * CHUNKS, "as if the refused one had never been"
+    assert values == [sender.sends(H)] * CHUNKS, "as if the rejected push had not been made"
     training.serves(100, 2, push)
     training.done()
     sender.counts(H)
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
-def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_that_has_some(
+def test_pushes_rejected_in_a_row_are_settled_by_a_version_with_some_of_them(
     training: ScriptedTraining,
 ) -> None:
-    """No version comes meanwhile."""
+    """No version arrives in between."""
     few(training)
     sender = Sender()
     counted_round(training, 1)
@@ -168,7 +168,7 @@ def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_tha
     assert other.residual != sender.residual
 
 
-def test_push_that_is_offered_again_is_the_same_byte_by_byte(training: ScriptedTraining) -> None:
+def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining) -> None:
     few(training)
     counted_round(training, 1)
     training.trains(H)
@@ -195,13 +195,13 @@ def test_push_that_is_offered_again_is_the_same_byte_by_byte(training: ScriptedT
 def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
     training: ScriptedTraining, broker: ScriptedBroker, is_counted: bool, is_taken: bool
 ) -> None:
-    """Also of chunks that had not been sent."""
+    """Also for chunks that had not been sent."""
     few(training, fragment_sync_delay=3)
     sender = Sender()
     training.steps(H)
     push, _ = pushes(training)
     training.brings(100, 1, push)
-    training.steps(3)  # it lands, on top of what was made since
+    training.steps(3)  # merged beneath the steps made since
     sender.counts(H)
     training.steps(2)  # a step, the freeze, and a step
     push, before = broker.hears(Push), None
@@ -253,7 +253,7 @@ def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def test_what_was_left_out_is_given_up_when_deltas_travel_whole_from_then_on(
+def test_residual_is_dropped_once_deltas_are_not_quantized(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     few(training)
@@ -263,4 +263,4 @@ def test_what_was_left_out_is_given_up_when_deltas_travel_whole_from_then_on(
     saved = training.worker.state_dict()
     assert saved["resume"]["fragments"][0]["residual"] is None
     broker.config = replace(broker.config, wire_dtype=CODEC)
-    assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "nothing old is sent"
+    assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "no residual is sent"

@@ -1,9 +1,8 @@
-"""A worker that is stopped and goes on from the script's own checkpoint, as if it had never stopped.
+"""A worker that is killed and resumes from the script's checkpoint, as if it had never stopped.
 
-The whole runs are a broker and hooks in threads. Each *life* is one process of a script: it saves model,
-optimizer and hook with `torch.save`, dies without a word, and the next life loads what it saved. The
-outcome is compared bit for bit with the same run that nobody interrupted. Who decides what, message by
-message, is seen at a scripted broker.
+Runs have a broker and hooks in threads. Each *life* is one process of a script: it saves model,
+optimizer and hook with `torch.save`, is killed, and the next one loads the checkpoint. The outcome is
+compared bit for bit with the same run without an interruption.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def with_norm() -> nn.Module:
 
 @dataclass
 class Script:
-    """What a user's program is: how it makes its model, and how its worker is configured."""
+    """A user's program: it makes its model, and configures its worker."""
 
     worker: int
     broker: Broker
@@ -53,7 +52,7 @@ class Script:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def starts(self, saved: bytes | None = None) -> Life:
-        """A process of it, from the beginning or from a checkpoint; it has not joined yet."""
+        """A process of the script, from the beginning or from a checkpoint; not joined yet."""
         with SEEDING:
             torch.manual_seed(0)
             model = self.make_model()
@@ -62,7 +61,7 @@ class Script:
         hook = DiLoCoWorker(model, optimizer, server=self.broker.address, **keywords)
         done = 0
         if saved is not None:
-            with torch.no_grad():  # whatever the model was made with is no matter
+            with torch.no_grad():  # the checkpoint overwrites them
                 for parameter in model.parameters():
                     parameter.fill_(7.0)
             checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
@@ -106,22 +105,22 @@ class Life:
         return file.getvalue()
 
     def dies(self) -> None:
-        """As by kill -9: nothing is said to anybody, the connections are simply gone."""
+        """As by kill -9: no message is sent, the connections are gone."""
         link, members = self.hook._link, self.script.broker._loop.core.state.members
         assert link is not None and isinstance(link.session, Session)
         self.hook._steps.stop()
         link.session.connection.phase = Phase.LEFT
         link.wake()
         assert link.wait_for(lambda: link.has_ended, PATIENCE_S)
-        link.close()  # nobody is there any more who could say anything
+        link.close()  # sends nothing
         until(lambda: self.hook.worker_id not in members)
 
 
-Plot = Callable[[Script], dict[int, State]]  # what becomes of a worker; its history
+Plot = Callable[[Script], dict[int, State]]  # runs a worker; returns its history
 
 
 def plain(steps: int) -> Plot:
-    """Nothing happens."""
+    """Train without an interruption."""
 
     def plot(script: Script) -> dict[int, State]:
         life = script.starts()
@@ -133,7 +132,7 @@ def plain(steps: int) -> Plot:
 
 
 def interrupted(steps: int, *, saves_at: int, dies_at: int) -> Plot:
-    """A life saves, trains on, and dies; the next one goes on from what it saved."""
+    """A life saves, trains on, and dies; the next one resumes from the saved state."""
 
     def plot(script: Script) -> dict[int, State]:
         life = script.starts()
@@ -145,7 +144,7 @@ def interrupted(steps: int, *, saves_at: int, dies_at: int) -> Plot:
         history = {step: state for step, state in life.history.items() if step <= saves_at}
         again = script.starts(saved)
         with again.hook:
-            history[saves_at] = state_of(again.model)  # joining has changed nothing
+            history[saves_at] = state_of(again.model)  # joining changed nothing
             again.trains(steps - saves_at)
         return history | again.history
 
@@ -188,7 +187,7 @@ def assert_same_bits(
 STEPS = 17
 
 
-PAIR = {"min_workers": 2}  # the floor makes the round wait for who was interrupted
+PAIR = {"min_workers": 2}  # min_workers makes the round wait for the interrupted worker
 FRAGMENTS: dict[str, Any] = {
     "sync_every": 6,
     "num_fragments": 2,
@@ -198,7 +197,7 @@ SOON = FRAGMENTS | {"fragment_sync_delay": 1}
 WHOLE = {"sync_every": 5}
 IN_ORDER = {"deterministic": True, "weight_by": "tokens"}
 ADAMW: dict[str, Any] = {"make_optimizer": adamw}
-# Saved before the first boundary, right behind it, in the second cycle.
+# Saved before the first boundary, right after it, in the second cycle.
 EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 
 
@@ -208,13 +207,13 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
         (1, WHOLE, EARLY_OR_LATE),
         (1, WHOLE | ADAMW | {"make_model": with_norm}, EARLY_OR_LATE),
         (2, WHOLE | PAIR | ADAMW | IN_ORDER, [(8, 9)]),
-        # Without a fixed order, two addends commute all the same.
+        # Without a fixed order; two addends commute.
         (2, WHOLE | PAIR | ADAMW, [(8, 9)]),
-        # A flight is in the air at the checkpoint; the first life sees it land, and dies later.
+        # A push is in flight at the checkpoint; the first life merges it, and dies later.
         (1, SOON | ADAMW, [(3, 4), (6, 7)]),
         (1, LATER | ADAMW | {"fragment_update_alpha": 0.25}, [(3, 5), (6, 8)]),
         (1, SOON | ADAMW | {"fragment_merge": "rebase"}, [(3, 4), (6, 7)]),
-        # Killed right behind the freeze: some of it is at the broker, or nothing, or all.
+        # Killed right after the freeze: the broker has some of it, nothing or all.
         (2, LATER | PAIR | IN_ORDER | {"fragment_update_alpha": 0.5}, [(3, 3), (6, 6)]),
         (1, {"mode": "async", "sync_every": 6}, [(3, 4), (8, 8)]),
         (1, SOON | {"mode": "async"}, [(3, 4), (8, 8)]),
@@ -236,7 +235,7 @@ def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
 def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """eta = 1, mu = 0: the global parameters are what the worker has reached at its last boundary."""
+    """With eta = 1 and mu = 0 the global parameters are those of the worker at its last boundary."""
     config = make_config(sync_every=5, outer_lr=1.0, outer_momentum=0.0, disconnect_grace=0.05)
     with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
         script = Script(0, broker)
@@ -251,8 +250,8 @@ def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
         with again.hook:
             assert "3 steps of fragment 0" in caplog.text
             assert "already pushed" in caplog.text
-            assert equal_states(again.model, counted.tensors), "they are in there already"
-            apart = script.starts(saved)  # the same, alone: what its steps make of these parameters
+            assert equal_states(again.model, counted.tensors), "they are in the version already"
+            apart = script.starts(saved)  # the same steps from these parameters, alone
             apart.model.load_state_dict(counted.tensors)
             for each in (again, apart):
                 each.trains(2)  # to the end of the cycle that was saved
@@ -268,8 +267,8 @@ def equal_states(model: nn.Module, tensors: Any) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in state_of(model).items())
 
 
-def test_worker_gives_what_it_goes_on_from_to_a_broker_that_has_lost_its_memory() -> None:
-    """Without momentum at the broker nothing is lost at all."""
+def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
+    """Without momentum at the broker nothing is lost."""
     options: dict[str, Any] = {"sync_every": 5, "outer_momentum": 0.0, "disconnect_grace": 0.05}
     wanted = lived([plain(STEPS)], **options)
     with Broker(make_config(**options)) as broker:
@@ -294,7 +293,7 @@ def test_worker_gives_what_it_goes_on_from_to_a_broker_that_has_lost_its_memory(
 def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
     deterministic: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No version names it when the next life joins: that life finds out before it sends a chunk."""
+    """No version names it when the next life joins, which finds out before it sends a chunk."""
     config = make_config(
         workers=2, min_workers=2, sync_every=5, deterministic=deterministic, disconnect_grace=0.05
     )

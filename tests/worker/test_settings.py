@@ -20,7 +20,7 @@ from diloco_worker.settings import RANKS, resolve, say_once, unknown_variables
 from kit.paths import ROOT
 
 PARTS = ("protocol", "broker", "worker", "tools")
-# What a variable says, and what the setting is then.
+# The value of a variable, and the setting.
 VARIABLES: dict[str, tuple[str, Any]] = {
     "server": ("tcp://10.0.0.1:8512",) * 2,
     "sync_every": ("20", 20),
@@ -47,7 +47,7 @@ ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}
 OPTIONS = {each.name for each in fields(WorkerOptions)}
 
 
-def test_every_keyword_and_option_has_a_variable_over_which_it_wins() -> None:
+def test_keyword_or_option_takes_precedence_over_its_variable() -> None:
     settings = resolve({}, ALL)
     assert {name: getattr(settings, name) for name in VARIABLES} == {
         name: value for name, (_, value) in VARIABLES.items()
@@ -67,17 +67,17 @@ def test_page_names_few_variables_at_first_and_then_each_option() -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"DILOCO_SYNC_EVERY": " "}])
-def test_without_anything_the_broker_decides(variables: dict[str, str]) -> None:
+def test_defaults_leave_the_choice_to_the_broker(variables: dict[str, str]) -> None:
     settings = resolve({}, variables)
     assert settings.wants == {}
     assert (settings.max_sync_retries, settings.timeout) == (3, 600.0)
 
 
-def test_only_what_was_asked_for_is_insisted_on() -> None:
+def test_only_given_values_are_required_of_the_run() -> None:
     expected = {"num_fragments": 3, "fragment_sync_delay": "auto", "dylu": True}
     asked = {"sync_every": 5, "wire_dtype": "int8", "expect": expected, "timeout": 3.0}
     assert resolve(asked, {}).wants == {"sync_every": 5, "wire_dtype": "int8", **expected}
-    # Staying out of Dynamic Local Updates is the worker's own affair.
+    # Only the worker decides whether it takes part in Dynamic Local Updates.
     assert resolve({"options": WorkerOptions(dylu=False)}, {}).wants == {}
 
 
@@ -93,7 +93,7 @@ def test_only_what_was_asked_for_is_insisted_on() -> None:
         ({"extra": {"gpu": "a100"}}, {"options": {"extra": {"gpu": "a100"}}}, "WorkerOptions"),
     ],
 )
-def test_keyword_that_has_moved_works_and_says_where_it_is_now(
+def test_moved_keyword_works_and_names_its_new_place(
     old: dict[str, Any], wanted: dict[str, Any], place: str
 ) -> None:
     (name,) = old
@@ -106,7 +106,7 @@ def test_keyword_that_has_moved_works_and_says_where_it_is_now(
     assert worker._settings == a_worker(**new)._settings
 
 
-def test_variable_of_a_keyword_that_has_moved_is_expected_with_a_warning(
+def test_variable_of_a_moved_keyword_works_with_a_warning(
     warned: Callable[[], list[str]],
 ) -> None:
     variables = {"DILOCO_NUM_FRAGMENTS": "4", "DILOCO_FRAGMENT_SYNC_DELAY": "auto"}
@@ -136,9 +136,7 @@ def test_variable_of_a_keyword_that_has_moved_is_expected_with_a_warning(
         ("DILOCO_WORKER_ID", "x" * 65, "64 printable"),
     ],
 )
-def test_value_that_cannot_work_is_named_with_its_variable(
-    name: str, text: str, sentence: str
-) -> None:
+def test_invalid_value_is_named_with_its_variable(name: str, text: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({}, {name: text})
     assert sentence in str(caught.value)
@@ -171,7 +169,7 @@ def test_value_that_cannot_work_is_named_with_its_variable(
         ({"options": {"audit": 7}}, "audit is 7"),
     ],
 )
-def test_keyword_that_cannot_work_is_one_sentence(keywords: dict[str, Any], words: str) -> None:
+def test_invalid_keyword_value_is_one_sentence(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         a_worker(**keywords)
 
@@ -185,7 +183,7 @@ def a_worker(**keywords: Any) -> DiLoCoWorker:
 def warned(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], list[str]]]:
-    """Warnings, which are seen without logging being set up, of a process that has said nothing yet."""
+    """The warnings of a process that has logged nothing yet, visible without configured logging."""
     for name in (*RANKS, *(name for name in os.environ if name.startswith("DILOCO_"))):
         monkeypatch.delenv(name, raising=False)
     say_once.cache_clear()
@@ -208,7 +206,7 @@ def test_worker_without_a_server_says_once_that_it_trains_alone(
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_only_the_first_process_of_a_launcher_says_that_it_trains_alone(
+def test_only_the_first_process_of_a_launcher_warns_that_it_trains_alone(
     warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
     monkeypatch.setenv(rank, "3")
@@ -240,7 +238,7 @@ def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one(
     assert "trains alone" in alone
 
 
-def test_variables_that_something_reads_or_that_are_empty_are_no_mistake() -> None:
+def test_known_or_empty_variables_are_accepted() -> None:
     assert unknown_variables({**ALL, "DILOCO_FEED": "x", "DILOCO_SYNC_EVRY": "", "HOME": "/"}) == []
 
 

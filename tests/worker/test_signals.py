@@ -1,7 +1,7 @@
-"""How a training script ends when it is told to: SIGTERM, Ctrl-C, twice, anywhere in the loop.
+"""How a training script ends on SIGTERM or Ctrl-C, also twice, anywhere in the loop.
 
-Most scripts here are processes of their own; the broker is in a thread of this one, so that a test can
-see whether it was told (a worker that only vanishes counts as dead).
+Most scripts run in their own processes; the broker is in a thread of this one, so that a test sees
+whether the worker left (one that vanishes counts as dead).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kit.whole_run import make_config
 
 pytest_plugins = ("kit.worker_fixtures", "kit.process_fixtures")
 
-# What "at once" and "within 10 s" may take on a machine that is busy with other things.
+# Time limit of "at once" and "within 10 s" on a busy machine.
 SOON_S = 30.0
 
 SCRIPT = """
@@ -41,7 +41,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 manners = sys.argv[1]
 if manners == "stubborn":
-    sigterm.ECHO_S = 0.0  # a second signal is meant, however soon
+    sigterm.ECHO_S = 0.0  # a second signal counts, however soon
 if manners == "brief":
     waiting = sigterm.Termination.waiting
     sigterm.Termination.waiting = lambda self: print("waits", flush=True) or waiting(self)
@@ -78,7 +78,7 @@ def _script(tmp_path: Path) -> None:
 
 
 def serving(**options: Any) -> Broker:
-    """A broker to which a connection that breaks says nothing for a long time."""
+    """A broker that waits long after a broken connection."""
     return Broker(make_config(**{"sync_every": 4, "disconnect_grace": 60.0} | options))
 
 
@@ -91,12 +91,12 @@ def serving(**options: Any) -> Broker:
         (signal.SIGINT, "polite", -signal.SIGINT),
     ],
 )
-def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
+def test_signal_ends_a_script_through_its_with_and_notifies_the_broker(
     processes: Processes, number: signal.Signals, manners: str, code: int, at_a_boundary: bool
 ) -> None:
-    """A script that minds `should_stop` ends by itself, one that only reads it behind its next step.
+    """A script that reads `should_stop` ends by itself, any other after its next step.
 
-    The first round may wait for a worker that never comes.
+    The first round may wait for a worker that never joins.
     """
     with serving(workers=2 if at_a_boundary else 1) as broker:
         worker = processes.run("train.py", manners, DILOCO_SERVER=broker.address)
@@ -110,7 +110,7 @@ def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
         if at_a_boundary and number is signal.SIGTERM:
             assert isinstance(state.round, StreamingRound)
             counted = {c.worker_id for c in state.round.contributions.values() if c.is_whole}
-            assert len(counted) == 1, "what it had sent counts, though it is gone"
+            assert len(counted) == 1, "its uploaded push counts after it left"
     is_term = number is signal.SIGTERM
     assert "unwound" in worker.output
     assert ("stops because SIGTERM" in worker.output) == (code == 0)
@@ -119,7 +119,7 @@ def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
     assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
-def test_sigterm_ends_a_script_in_mid_step_where_it_is_asked_to(processes: Processes) -> None:
+def test_sigterm_with_the_exit_option_ends_a_script_within_a_step(processes: Processes) -> None:
     with serving() as broker:
         variables = {"DILOCO_SERVER": broker.address, "DILOCO_HANDLE_SIGNALS": "exit"}
         worker = processes.run("train.py", "slow", **variables)
@@ -143,7 +143,7 @@ def test_sigterm_ends_a_worker_that_waits_for_its_last_push(processes: Processes
     assert "unwound" in worker.output
 
 
-def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Processes) -> None:
+def test_sigterm_ends_the_wait_for_an_absent_broker(processes: Processes) -> None:
     worker = processes.run("train.py", "polite", DILOCO_SERVER=a_free_address())
     worker.says("aiting")
     worker.gets(signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Process
 
 
 @pytest.mark.parametrize("is_left_alone", [True, False])
-def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
+def test_second_or_unhandled_sigterm_ends_the_process_at_once(
     processes: Processes, is_left_alone: bool
 ) -> None:
     with serving() as broker:
@@ -166,7 +166,7 @@ def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
     assert "unwound" not in worker.output
 
 
-def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Processes) -> None:
+def test_ctrl_c_does_not_hang_with_a_silent_broker(processes: Processes) -> None:
     broker, address = processes.serve("--sync-every", "4", "--heartbeat-timeout", "0")
     worker = processes.run("train.py", "polite", DILOCO_SERVER=address)
     worker.says("step 6")
@@ -177,7 +177,7 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Process
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_script_that_ends_waits_for_its_push_and_a_process_about_to_end_for_its_chunks(
+def test_ending_script_waits_for_its_push_and_an_interrupted_one_for_its_upload(
     training: ScriptedTraining, broker: ScriptedBroker, is_ended: bool
 ) -> None:
     worker = training.begins(config={"fragment_sync_delay": 3})
@@ -237,10 +237,10 @@ finally:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_signal_in_a_merge_leaves_no_torn_model(
+def test_signal_during_a_merge_leaves_a_consistent_model(
     processes: Processes, number: int, code: int
 ) -> None:
-    """The exit checkpoint of a script would else have one layer of a version and not the other."""
+    """Else the exit checkpoint of a script would have one layer of a version and not the other."""
     (processes.folder / "torn.py").write_text(TORN)
     with serving() as broker:
         variables = {"DILOCO_SERVER": broker.address, "DILOCO_HANDLE_SIGNALS": "exit"}
@@ -267,10 +267,10 @@ def test_handler_of_the_script_stays(is_set_before: bool) -> None:
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_echo_of_a_sigterm_is_ignored_and_a_second_wish_is_not(
+def test_echo_of_a_sigterm_is_ignored_and_a_later_second_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """systemd sends one to the script as well, and `diloco-worker run` gives its own on."""
+    """systemd also sends one to the script, and `diloco-worker run` forwards its own."""
     now = [50.0]
     termination = Termination(lambda: None, lambda: now[0])
     termination.is_training = True
@@ -320,19 +320,19 @@ def goes_on(_: Termination) -> None:
 @pytest.mark.parametrize(
     ("actions", "done", "is_raised"),
     [
-        ([presses, goes_on], 2, True),  # behind what must not be broken off
+        ([presses, goes_on], 2, True),  # after the protected section
         ([goes_on], 1, False),
-        ([presses, fails], 1, True),  # not lost where something fails meanwhile
+        ([presses, fails], 1, True),  # kept where an error is raised
         (
             [lambda termination: waits(termination, presses), goes_on],
             0,
             True,
         ),  # waiting ends at once
         ([presses, waits, goes_on], 1, True),
-        ([presses, presses, goes_on], 1, True),  # the second one breaks off what hangs
+        ([presses, presses, goes_on], 1, True),  # the second one interrupts
     ],
 )
-def test_ctrl_c_that_is_held_comes_once(
+def test_held_ctrl_c_is_raised_once(
     termination: Termination,
     actions: list[Callable[[Termination], None]],
     done: int,
@@ -348,7 +348,7 @@ def test_ctrl_c_that_is_held_comes_once(
         was_raised = True
     assert (count, was_raised) == (done, is_raised)
     with termination.held():
-        pass  # nothing is left of it
+        pass  # it is not pending any more
     with pytest.raises(KeyboardInterrupt):
         presses(termination)
 
@@ -366,7 +366,7 @@ if child == 0:
     os.write(tell, b"!")
     threading.Event().wait(30)
     os._exit(0)
-os.read(ready, 1)  # a signal that comes while it is being forked is lost
+os.read(ready, 1)  # a signal sent during the fork is lost
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 sys.exit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM else 1)
@@ -374,6 +374,6 @@ sys.exit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM e
 
 
 def test_forked_child_that_inherits_the_handler_dies_of_sigterm() -> None:
-    """A data loader ends its workers so."""
+    """Data loaders end their processes so."""
     done = subprocess.run([sys.executable, "-c", FORKS], timeout=60, check=False)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""Getting into a run: optimizers inside wrappers, and a start that fails and leaves nothing behind."""
+"""Joining a run: wrapped optimizers, and failures that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 
 @pytest.fixture(autouse=True)
 def nobody_takes_sigterm() -> Iterator[None]:
-    """Commands that other tests have run in this process may have left handlers of theirs."""
+    """Commands of other tests in this process may have left their handlers."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -39,13 +39,13 @@ def broker() -> Iterator[Broker]:
 
 @pytest.fixture(scope="module")
 def members(broker: Broker) -> Iterator[Callable[[], list[str]]]:
-    """Asks the broker who is in the run."""
+    """The workers in the run."""
     with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
         yield lambda: [worker["id"] for worker in client.status()["workers"]]
 
 
 class Accelerated(torch.optim.Optimizer):
-    """As Accelerate wraps one: an Optimizer by type that has never called `Optimizer.__init__`."""
+    """Accelerate's wrapper: an Optimizer by type that never called `Optimizer.__init__`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -96,11 +96,11 @@ def test_steps_inside_a_wrapped_optimizer_are_counted(broker: Broker, depth: int
 
 
 class Failure(Exception):
-    """What the tests make a step of starting fail with."""
+    """Raised by the tests within a start."""
 
 
 def fails_at(place: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function: the line of this number, counted over all that a start runs, raises."""
+    """A trace function that raises at the line of this number, counted over all lines of a start."""
     count = 0
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
@@ -149,13 +149,13 @@ def test_start_that_fails_at_any_line_leaves_nothing_behind(
         until(lambda: members() == [])
     else:
         raise AssertionError("a start has no end")
-    assert place > 30, "not a line of it was made to fail"
+    assert place > 30, "no line failed"
     assert members() == ["me"], "a new worker with the same id may start"
     worker.close()
 
 
 def threads() -> list[threading.Thread]:
-    """Those that a worker or a client has its sockets in."""
+    """The threads in which a worker or a client has its sockets."""
     return [thread for thread in threading.enumerate() if thread.name == "diloco-link"]
 
 
@@ -163,7 +163,7 @@ def open_files() -> list[str]:
     return [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
 
 
-def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) -> None:
+def test_second_worker_for_a_model_in_a_run_is_refused(broker: Broker) -> None:
     """As when the cell of a notebook is run again: the two would wait for each other."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -175,7 +175,7 @@ def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) ->
                 DiLoCoWorker(another, optimizer, broker.address)
         with pytest.raises(UsageError, match="worker 'first'"):
             early.start()
-        trains(model, optimizer, 2)  # nobody else is waited for
+        trains(model, optimizer, 2)  # waits for no other worker
     with early:
         trains(model, optimizer, 2)
         assert early.sync_metrics.pushes == 1

@@ -1,4 +1,4 @@
-"""A worker in trouble: connections that break, a broker that restarts or stops, a link that fails."""
+"""Failures: connections that break, a broker that restarts or stops, a link that fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATER = {"fragment_sync_delay": 2}
 # Connections that break, and silence.
 
 
-def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: ScriptedTraining) -> None:
+def test_worker_describes_itself_the_same_way_on_rejoining(training: ScriptedTraining) -> None:
     about: dict[str, Any] = {"gpu": "a100"}
     training.begins(options={"extra": about})
     about["model"] = {"no message": "changes"}
@@ -31,10 +31,10 @@ def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: Scripte
     assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}
 
 
-def test_message_that_arrived_before_the_connection_broke_is_heard(
+def test_message_received_before_the_connection_broke_is_handled(
     training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the link hears of the break first: a poll asks for messages before the monitors."""
+    """Also where the link sees the break first: a poll checks messages before monitors."""
     poll, is_due = zmq.Poller.poll, threading.Event()
 
     def kind_of(socket: Any) -> Any:
@@ -60,10 +60,10 @@ def test_message_that_arrived_before_the_connection_broke_is_heard(
             is_due.clear()
 
 
-# Versions that come meanwhile.
+# Versions received meanwhile.
 
 
-def test_version_that_has_come_is_held_before_it_is_merged(training: ScriptedTraining) -> None:
+def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining) -> None:
     training.begins(config=LATER)
     training.steps(H)
     push, _ = training.takes()
@@ -76,12 +76,12 @@ def test_version_that_has_come_is_held_before_it_is_merged(training: ScriptedTra
     assert donation.ledger is not None
     assert donation.ledger.names_whole("me", push.push_id)
     training.steps(1)
-    assert training.values == 100 - H - 1, "its apply point has not come"
+    assert training.values == 100 - H - 1, "its apply point is later"
     training.steps(1)
     assert training.values == 1000
 
 
-# A broker that restarts, stops, or has no place for the worker any more.
+# A broker that restarts, stops, or removes the worker.
 
 OVER = "The run is over: ann@desk asked for it."
 
@@ -129,10 +129,10 @@ def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     assert time.monotonic() - began < 5
 
 
-# What goes wrong in the link.
+# Failures of the link.
 
 
-def test_chunk_of_wrong_length_is_said_aloud_and_not_used(training: ScriptedTraining) -> None:
+def test_chunk_of_wrong_length_is_logged_and_dropped(training: ScriptedTraining) -> None:
     training.begins()
     training.trains(H)
     push, _ = training.takes()
@@ -143,7 +143,7 @@ def test_chunk_of_wrong_length_is_said_aloud_and_not_used(training: ScriptedTrai
     assert "3 bytes" in str(training.metrics.last_error)
 
 
-def test_link_that_always_fails_lets_training_go_on_and_can_be_closed(
+def test_failing_link_does_not_stop_training_and_can_be_closed(
     training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = training.begins(timeout=0.1)
@@ -152,6 +152,6 @@ def test_link_that_always_fails_lets_training_go_on_and_can_be_closed(
     training.steps(3 * H)
     assert training.values == 100 - 3 * H
     assert "ZeroDivisionError" in caplog.text
-    assert caplog.text.count("Traceback") == 1, "the log is not filled"
+    assert caplog.text.count("Traceback") == 1, "the log is not flooded"
     worker.close()
     assert training.link.has_ended

@@ -1,4 +1,4 @@
-"""What a script prints that has a worker: log lines and uncaught errors, in real processes."""
+"""The output of a script with a worker: log lines and uncaught errors, in real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.process_kit import PATIENCE_S, Child, Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
-# Two rounds; in between the script configures logging, if it is told to.
+# Two rounds; in between the script configures logging, if an argument says so.
 TRAIN = """
 import logging, sys, torch
 from diloco_worker import DiLoCoWorker
@@ -33,7 +33,7 @@ with DiLoCoWorker(model, optimizer, server=sys.argv[1], worker_id="w") as diloco
     logging.getLogger("diloco.worker").warning("WATCH OUT")
 print("DONE", diloco.sync_count, flush=True)
 """
-# Errors end as Python lets them end: the last by itself, the others by the hook for uncaught ones.
+# Python handles the last error itself, and passes the others to the hook for uncaught ones.
 FAIL = """
 import os, sys, torch
 from diloco_worker import DiLoCoWorker
@@ -65,7 +65,7 @@ def broker() -> Iterator[Broker]:
 
 
 def trains(processes: Processes, broker: Broker, *level: str, **env: str) -> list[str]:
-    """What a training script prints, by line."""
+    """The output of a training script, by line."""
     path = processes.folder / "train.py"
     path.write_text(TRAIN)
     child: Child = processes.run(str(path), broker.address, *level, **env)
@@ -74,7 +74,7 @@ def trains(processes: Processes, broker: Broker, *level: str, **env: str) -> lis
     return child.output.splitlines()
 
 
-def test_joining_and_rounds_are_printed_once_before_and_after_the_application_configures_logging(
+def test_joining_and_rounds_are_printed_once_with_or_without_configured_logging(
     processes: Processes, broker: Broker
 ) -> None:
     lines = trains(processes, broker, "INFO")
@@ -95,8 +95,8 @@ def test_variable_silences_the_lines(
 
 
 @pytest.mark.slow
-def test_worker_that_is_used_wrongly_ends_its_script_as_called_wrongly(tmp_path: Path) -> None:
-    """Restarts cannot mend it: `diloco-worker run` and launchers leave exit code 2 alone."""
+def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None:
+    """A restart cannot repair it: `diloco-worker run` and launchers do not restart after exit code 2."""
     path = tmp_path / "wrong.py"
     path.write_text(
         FAIL.partition("previous, seen")[0] + "DiLoCoWorker(model, optimizer, sync_evry=5)\n"

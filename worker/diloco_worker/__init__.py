@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from diloco_worker.session.restarts import RUN_IS_OVER
+from diloco_worker.launching import RUN_IS_OVER
 
 if TYPE_CHECKING:
     from diloco_worker.client import DiLoCoClient, GlobalParameters

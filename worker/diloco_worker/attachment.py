@@ -1,12 +1,12 @@
-"""Takes part in a run for a script that knows nothing of it, from the first optimizer step to its end.
+"""Joins a run for an unmodified script, from its first optimizer step to its end (`--auto`).
 
-The worker joins before that step, when the script has loaded what it loads. Where the run's parameters
-differ from the script's, the gradients of that step were computed at the wrong place: they are set to
-zero and the step is made at a learning rate of 0, so that it changes no parameter.
+The worker joins before that step, once the script has loaded its checkpoint. Where the run's parameters
+differ from the script's, the gradients of that step belong to other parameters: they are set to zero
+and the step is made at a learning rate of 0, so that it changes no parameter.
 
-A model with several optimizers (Muon beside AdamW) makes its first round of steps without the worker, in
-the same way: only then is it known which of them step, and in which order. The worker joins before the
-next round, and counts rounds of all of them.
+With several optimizers (Muon beside AdamW) the first round of steps is dropped in the same way: only
+then is it known which of them step, and in which order. The worker joins before the next round, and
+counts rounds of all of them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
 from diloco_worker.counted_steps import parameters_of
 from diloco_worker.hook import DiLoCoWorker
+from diloco_worker.launching import RUN_IS_OVER, WRONG_USAGE
 from diloco_worker.model.checksums import checksums, differing
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.pair import HOOKS
-from diloco_worker.session.restarts import RUN_IS_OVER, WRONG_USAGE
 from diloco_worker.settings import EXIT, WorkerOptions, resolve
 
 T = TypeVar("T")
@@ -40,9 +40,9 @@ BY_HAND = "Put a DiLoCoWorker into the script instead; docs/training-script.md s
 # Wrappers that exchange gradients among the processes of one training, by the names of their classes.
 OF_SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
 SEEDS = 1 << 63
-# Of a parameter group, what a step changes parameters by besides the gradients.
+# Besides the gradients, these let a step change parameters.
 RATES = ("lr", "weight_decay")
-FAILED = 1  # exit code of a script that a broker has refused
+FAILED = 1  # exit code of a script that the broker refused
 
 
 def say(sentence: object) -> None:
@@ -50,27 +50,25 @@ def say(sentence: object) -> None:
 
 
 class Attachment:
-    """Looks at each optimizer step of this process from now on; not of a forked child."""
+    """Watches each optimizer step of this process from now on; not those of a forked child."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Whether the script takes part: by this attachment, or by a worker of its own.
+        # Whether the script is in the run: by this attachment, or by its own worker.
         self.is_settled = False
         self._is_left_alone = False
         self._worker: DiLoCoWorker | None = None
         self._model: nn.Module | None = None
-        # Those that train the model, in the order in which they step.
+        # Those that train the model, in the order of their steps.
         self._optimizers: list[Optimizer] = []
-        self._stale: list[Optimizer] = []  # have gradients of other parameters than the run's
+        self._stale: list[Optimizer] = []  # their gradients are not those of the run's parameters
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Whether the script has made any optimizer, and those made since one of ours has stepped.
-        self.has_seen_an_optimizer = False
-        self._made_since: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.has_seen_an_optimizer = False  # the script has made one
         _call_for_each_new_optimizer(self._note)
         register_optimizer_step_pre_hook(self._before_step)
 
     def leave(self, error: BaseException | None) -> None:
-        """The script has ended, with this error if any."""
+        """The script ended, with this error if any."""
         worker, self._worker = self._worker, None
         if os.getpid() != self._pid or worker is None:
             return
@@ -89,17 +87,15 @@ class Attachment:
         except DilocoError as error:
             self.is_settled = True
             is_ours = isinstance(error, UsageError)
-            say(f"This script cannot take part{' by itself' if is_ours else ''}. {error}")
+            say(f"This script cannot join the run. {error}")
             raise SystemExit(WRONG_USAGE if is_ours else FAILED) from None
 
-    def _note(self, optimizer: Optimizer) -> None:
-        if os.getpid() == self._pid:
-            self.has_seen_an_optimizer = True
-            self._made_since.add(optimizer)
+    def _note(self) -> None:
+        self.has_seen_an_optimizer |= os.getpid() == self._pid
 
     def _is_without_a_worker(self) -> bool:
         if any(issubclass(type(found), DiLoCoWorker) for found in gc.get_objects()):
-            say("The script has a DiLoCoWorker of its own, so --auto leaves the run to it.")
+            say("The script has its own DiLoCoWorker; --auto does nothing.")
             self.is_settled = self._is_left_alone = True
         return not self._is_left_alone
 
@@ -133,7 +129,7 @@ class Attachment:
     def _attach(self) -> None:
         first, *others = self._optimizers
         model = self._model = owner_of(first, living_modules(), *others)
-        # The script does not look at `should_stop`.
+        # The script does not read `should_stop`.
         is_chosen = resolve({}).handle_signals is not None
         options = None if is_chosen else WorkerOptions(handle_signals=EXIT)
         worker = DiLoCoWorker(model, self._optimizers, options=options)
@@ -142,34 +138,32 @@ class Attachment:
         worker.start()
         self._worker, self.is_settled = worker, True
         self._seen.update(self._optimizers)
-        self._made_since.clear()
         if worker.config is None:
-            return  # there is no server, as the worker has said
+            return  # without a server, as the worker has warned
         is_other = bool(differing(tensors, before))
         if is_other:
             _drop_step(first)
             self._stale = others
         for each in self._optimizers:
             each.register_step_post_hook(self._after_step)
-        begins = (
-            " It begins with the run's parameters; its first step was computed without them, and is"
-        )
+        dropped = " Its first step was computed without the run's parameters, and is dropped."
         say(
             f"Attached to {type(model).__name__} with "
             f"{sum(p.numel() for p in model.parameters())} parameters, trained by "
-            f"{' and '.join(type(each).__name__ for each in self._optimizers)}, as worker "
-            f"{worker.worker_id}.{begins + ' dropped.' if is_other else ''}"
+            f"{self._names}, as worker {worker.worker_id}.{dropped if is_other else ''}"
         )
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(type(each).__name__ for each in self._optimizers)
 
     def _after_step(self, *_: Any) -> None:
         if self._worker is not None and os.getpid() == self._pid and self._worker.run_is_over:
-            say(f"The run is over: this script ends with code {RUN_IS_OVER}.")
+            say(f"The run is over; exiting with code {RUN_IS_OVER}.")
             raise SystemExit(RUN_IS_OVER)
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that came too late; say of one of another model what it is."""
-        if self._made_since and any(each is optimizer for each in self._optimizers):
-            self._made_since.clear()
+        """Drop a stale step; refuse an optimizer of the model that did not step at the start."""
         if any(each is optimizer for each in self._stale):
             self._stale = [each for each in self._stale if each is not optimizer]
             _drop_step(optimizer)
@@ -177,24 +171,11 @@ class Attachment:
             return
         self._seen.add(optimizer)
         if self._trains(optimizer) and not _is_inside(self._optimizers, optimizer):
-            new, model = type(optimizer).__name__, type(self._model).__name__
-            known = " and ".join(type(each).__name__ for each in self._optimizers)
-            if optimizer in self._made_since:
-                raise UsageError(
-                    f"A new optimizer ({new}) has replaced {known} for {model}, and --auto counts steps "
-                    f"of the optimizers that it has joined with. Make one optimizer for the whole "
-                    "training and change its learning rates instead (0 while a part is frozen), or give "
-                    "each phase a DiLoCoWorker of its own; docs/training-script.md says how."
-                )
             raise UsageError(
-                f"{new} trains {model}, too, and made no step in the first round of {known}: rounds "
-                f"would be closed between the steps of the two. {BY_HAND}"
-            )
-        ours = {id(parameter) for parameter in self._model.parameters()} if self._model else set()
-        if parameters_of(optimizer).keys() - ours:
-            say(
-                f"{type(optimizer).__name__} trains parameters outside {type(self._model).__name__}; "
-                f"these are not exchanged with other workers. {BY_HAND}"
+                f"{type(optimizer).__name__} also trains {type(self._model).__name__}, but made no step "
+                f"in the first round of {self._names}, so its steps cannot be counted. Make one "
+                "optimizer for the whole training and change its learning rates instead (0 while a part "
+                f"is frozen). {BY_HAND}"
             )
 
 
@@ -208,23 +189,23 @@ def _require_one_process() -> None:
         raise UsageError(f"Several processes train its model together. {BY_HAND}")
 
 
-def _call_for_each_new_optimizer(note: Callable[[Optimizer], None]) -> None:
+def _call_for_each_new_optimizer(note: Callable[[], None]) -> None:
     make = Optimizer.__init__
 
     @wraps(make)
     def make_and_note(self: Optimizer, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
-        note(self)
+        note()
 
     setattr(Optimizer, "__init__", make_and_note)  # noqa: B010  a method, to mypy
 
 
 def _drop_step(optimizer: Optimizer) -> None:
-    """The step that it is about to make changes no parameter.
+    """Make the coming step of this optimizer change no parameter.
 
-    The gradients stay tensors, since optimizers may rely on them (Muon's do). A closure computes them
-    anew, so the learning rate is 0 as well. That would be a division by zero in LBFGS, which has its
-    gradients from the closure alone, computed at the parameters of now.
+    The gradients stay tensors, since some optimizers (Muon) rely on them. A closure computes them
+    again, so the learning rate is 0 as well; not for LBFGS, which would divide by it and gets its
+    gradients from the closure alone, with the current parameters.
     """
     kept = []
     for group in optimizer.param_groups:
@@ -243,7 +224,7 @@ def _drop_step(optimizer: Optimizer) -> None:
             group, name, rate = kept.pop()
             group[name] = rate
 
-    # It stays: a hook cannot be removed while torch goes through them. Later it has nothing to restore.
+    # It stays: a hook cannot be removed while torch iterates over them. Later it restores nothing.
     optimizer.register_step_post_hook(restore)
 
 
@@ -258,33 +239,32 @@ def _is_inside(outer: list[Optimizer], optimizer: Optimizer) -> bool:
     return False
 
 
-# Which model optimizers train, where the script does not say so: found in the memory of the process.
+# The model that the optimizers train: found in the memory of the process.
 
 
 def living_modules() -> list[nn.Module]:
-    """All modules of this process that something refers to."""
+    """All modules that are alive in this process."""
     return _living(nn.Module)
 
 
 def living_optimizers() -> list[Optimizer]:
-    """All optimizers of this process that something refers to, but for wrappers of others."""
+    """All optimizers that are alive in this process, without wrappers of others."""
     return [found for found in _living(Optimizer) if HOOKS in vars(found)]
 
 
 def _living(kind: type[T]) -> list[T]:
     gc.collect()
-    # By type: `isinstance` asks the object, and lazy ones load what they stand for.
+    # By type: `isinstance` calls into the object, and lazy ones import their module.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module], *others: Optimizer) -> nn.Module:
-    """The outermost module that holds every parameter of the optimizer, and of the others.
+    """The outermost module that holds every parameter of these optimizers.
 
-    Where several do that are not parts of each other, such as two wrappers of one model, it is the
-    outermost that is a part of all of them.
+    Of several, such as two wrappers of one model, the outermost module that all of them contain.
 
     Raises:
-        UsageError: there is none, there are several, or its processes train it together; a sentence.
+        UsageError: there is none, there are several, or several processes train it together.
     """
     wanted = parameters_of(optimizer, *others).keys()
     kind = type(optimizer).__name__
@@ -322,11 +302,10 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def shift_seeds(offset: int) -> None:
-    """Add this to each seed that `torch.manual_seed` is given from now on, and to that of now.
+    """Add this to the current seed of torch and to each later one of `torch.manual_seed`.
 
-    A script seeds torch alike wherever it runs, and torch itself begins with the same seed in each
-    process, so without it all workers of the script would train on the same batches.
-    Generators that the script makes, and those of random and numpy, are left as they are.
+    A script seeds torch alike on each machine, so all of its workers would train on the same batches.
+    Generators of the script, and those of random and numpy, keep their seeds.
     """
     if not offset:
         return

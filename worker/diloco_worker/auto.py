@@ -1,30 +1,41 @@
-"""`python -m diloco_worker.auto SCRIPT ...`, or `-m MODULE ...`: a script takes part as it is.
+"""`python -m diloco_worker.auto SCRIPT ...`, or `-m MODULE ...`: an unmodified script joins a run.
 
-The script runs as it would without: `__main__`, `sys.argv`, `sys.path` and its exit code are its own.
-Nothing of torch is loaded before the script loads it, which may set variables for it first. Processes
-that it starts are not part of the run: a launcher is refused, and a script that ends well without having
-trained in its own process ends with code 2 if it has made an optimizer or started a process.
+`__main__`, `sys.argv`, `sys.path` and the exit code are those of the script. torch is not imported
+before the script imports it, since it may set variables for it first. Child processes are not part of
+the run: a launcher is refused, and a script that succeeds without training in its own process exits
+with code 2 if it made an optimizer or started a process.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
+import re
 import resource
 import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from pathlib import PurePath
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco_protocol import UsageError
-from diloco_worker.cli.python_command import refuse_launcher
-from diloco_worker.session.restarts import WRONG_USAGE
+from diloco_worker.launching import WRONG_USAGE
 
 if TYPE_CHECKING:
     from diloco_worker.attachment import Attachment
 
+AUTO = ("-m", "diloco_worker.auto")
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*(t|d)?(\.exe)?")
+# Options of the interpreter that take the next word as their value.
+_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")
+# Programs and modules that start the script in other processes.
+LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "fabric", "mpirun", "horovodrun"})
+_LAUNCHING = re.compile(
+    r"torch\.distributed\.(run|launch)|accelerate(\.commands\..*)?|deepspeed(\.launcher\..*)?|"
+    r"lightning\.fabric(\.cli)?"
+)
 TORCH = "torch"
 # A number that is added to the script's seeds; `diloco-worker run --own-seed` sets it.
 SEED_OFFSET = "DILOCO_SEED_OFFSET"
@@ -32,7 +43,7 @@ USAGE = "diloco-worker: give a script or -m MODULE: python -m diloco_worker.auto
 
 
 class _AfterTorch(MetaPathFinder):
-    """Attaches as soon as torch has been imported."""
+    """Attaches as soon as torch is imported."""
 
     def __init__(self) -> None:
         self.attachment: Attachment | None = None
@@ -83,7 +94,7 @@ def main() -> None:
     if not words or words == ["-m"] or (words[0].startswith("-") and words[0] != "-m"):
         _fail(USAGE)
     if words[0] != "-m" and not os.path.exists(words[0]):
-        _fail(f"diloco-worker: there is no script {words[0]!r:.200}.")
+        _fail(f"diloco-worker: the script {words[0]!r:.200} was not found.")
     try:
         refuse_launcher(words)
         _seed_offset()
@@ -123,9 +134,9 @@ def _run(words: list[str]) -> None:
 
 
 def _children() -> tuple[int, bool]:
-    """Page faults of the child processes that have been waited for, and whether there are others.
+    """Page faults of the children that were waited for, and whether there are others.
 
-    Each process has page faults, so the two change with every child, however it was started.
+    Each process has page faults, so the pair changes with every child, however it was started.
     """
     faults = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
     if not hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
@@ -138,15 +149,54 @@ def _children() -> tuple[int, bool]:
 
 
 def _end_without_training(*, may_have_trained: bool) -> None:
-    """Say that nothing was trained here; not a success where the script may have trained elsewhere."""
+    """Report that nothing was trained here; fail where the script may have trained elsewhere."""
     sentence = (
-        "diloco-worker: Nothing of this script was in the run: in its own process no optimizer of torch "
-        "has made a step, or several have made one and no second. Processes that it starts are not part "
-        "of the run; put a DiLoCoWorker into the script where it trains (docs/training-script.md)."
+        "diloco-worker: This script did not take part in the run: in its own process no torch optimizer "
+        "made a step, or several made one and no second. Child processes are not part of the run; put a "
+        "DiLoCoWorker into the script where it trains (docs/training-script.md)."
     )
     if may_have_trained:
         _fail(sentence)
     print(sentence, file=sys.stderr)
+
+
+def with_auto(command: Sequence[str]) -> list[str]:
+    """`python [OPTIONS] SCRIPT ...` or `python [OPTIONS] -m MODULE ...`, run by `diloco_worker.auto`.
+
+    Raises:
+        UsageError: another program, or no script.
+    """
+    refuse_launcher(command)
+    if not _PYTHON.fullmatch(PurePath(command[0]).name):
+        raise UsageError(
+            f"--auto needs a command like python train.py, but it begins with {command[0]!r:.200}; put "
+            f"`{' '.join(AUTO)}` in front of the script where that program starts it."
+        )
+    place = 1
+    while place < len(command) and command[place].startswith("-") and command[place] != "-m":
+        if command[place] in ("-", "-c") or command[place].startswith(("-c", "-m")):
+            break
+        place += 2 if command[place] in _WITH_A_WORD else 1
+    rest = list(command[place:])
+    if not rest or rest == ["-m"] or (rest[0].startswith("-") and rest[0] != "-m"):
+        raise UsageError(
+            "--auto needs a script or -m MODULE after python; code from -c or standard input has no "
+            "file to run."
+        )
+    refuse_launcher(rest)
+    return [*command[:place], *AUTO, *rest]
+
+
+def refuse_launcher(words: Sequence[str]) -> None:
+    """Raise UsageError where `PROGRAM ...`, `SCRIPT ...` or `-m MODULE ...` launches processes."""
+    module = words[1] if words[0] == "-m" and len(words) > 1 else ""
+    name = module or PurePath(words[0]).name
+    if name in LAUNCHERS or _LAUNCHING.fullmatch(module):
+        raise UsageError(
+            f"{name} starts the script in other processes, which --auto does not reach. Start a single "
+            "process by python train.py; for several use a DiLoCoWorker with "
+            'process_group="world" in the script (docs/frameworks.md).'
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DiLoCoClient: a run, one call at a time, for people who drive the training themselves.
+"""DiLoCoClient: a run, one call at a time, for programs that drive the training themselves.
 
     with DiLoCoClient("tcp://10.0.0.1:8512") as client:
         start = client.join(model)
@@ -7,8 +7,8 @@
         client.push(pseudo_gradient)
         model.load_state_dict(client.pull().tensors)
 
-Where the model travels in P fragments, `push` sends one of them: `client.push(delta, fragment=0)`.
-Without `join` it is an observer: it can `pull`, ask for the `status` and send `control` actions.
+With P fragments, `push` sends one of them: `client.push(delta, fragment=0)`. Without `join` the client
+is an observer: it can `pull`, ask for the `status` and send `control` actions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import (
-    Code,
-    Ledger,
-    Manifest,
-    ProtocolError,
-    RunConfig,
-    Segment,
-    VersionId,
-)
+from diloco_protocol import Code, Ledger, Manifest, ProtocolError, RunConfig, Segment, VersionId
 from diloco_protocol.addresses import several
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.errors import Refused, Unreachable, UsageError
@@ -54,25 +46,25 @@ from diloco_worker.settings import ADDRESS, check, default_worker_id, worker_key
 from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
 
-# Seconds between two questions for the model while the broker has none.
+# Seconds between two requests while the broker has no model.
 ASK_AGAIN_S = 0.5
 
 
 class DiLoCoClient:
-    """See the head of this module. A context manager; not for several threads at once.
+    """A context manager; not for several threads at once.
 
     Args:
-        server: the broker's address, tcp:// may be left out; several with commas in between, of which it
-            takes the first that serves; or a function that returns it.
+        server: the broker's address, tcp:// may be left out; several separated by commas, of which it
+            uses the first that serves; or a function that returns one.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
-        heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
-        wants: fields of the run's configuration to insist on, such as {"sync_every": 100}.
-            `wire_dtype` may differ from the run's, and is what `push` uses.
+        heartbeat_interval: seconds; None = by the broker, 0 = none. Heartbeats are sent by themselves.
+        wants: required fields of the run's configuration, such as {"sync_every": 100}. `wire_dtype` may
+            differ from the run's; `push` uses it.
         extra: a small dict, shown in displays.
 
     Raises:
-        UsageError: an address that is none.
+        UsageError: an invalid address.
     """
 
     def __init__(
@@ -106,7 +98,7 @@ class DiLoCoClient:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.leave("its program ended with an error" if error is not None else "")
 
-    # Taking part.
+    # Training.
 
     def join(
         self,
@@ -115,16 +107,16 @@ class DiLoCoClient:
         manifest: Manifest | None = None,
         state: Mapping[str, Tensor] | None = None,
     ) -> GlobalParameters:
-        """Take part in the run, with a module, or a manifest and its tensors. The model is only read.
+        """Join the run with a module, or a manifest and its tensors. The model is only read.
 
-        Its values are what the run begins with if the broker has none and asks for them.
+        Its values seed the run if the broker has no parameters.
 
         Returns:
             The global parameters to start from.
 
         Raises:
-            UsageError: joined already, or a model that cannot be exchanged, or no run can begin with.
-            Refused: the broker does not take this worker.
+            UsageError: joined already, or the model cannot be exchanged or start a run.
+            Refused: the broker refuses this worker.
             Unreachable: no answer within the timeout.
         """
         if self._joined:
@@ -173,18 +165,17 @@ class DiLoCoClient:
     ) -> int:
         """Send a pseudo-gradient: global parameters minus the parameters reached.
 
-        Returns when all of it is in at the broker, which may be before its round closes; `pull` then
-        waits for the version that contains it. In asynchronous mode the broker takes a few at a time,
-        so this may wait for its turn. What a wire dtype of few bits leaves out is lost: a client keeps
-        no residual, as a `DiLoCoWorker` does.
+        Returns when the broker has all of it, which may be before its round closes; `pull` then waits
+        for the version that contains it. In asynchronous mode this may wait for its turn. The rounding
+        of a quantized wire dtype is lost: a client keeps no residual, unlike a `DiLoCoWorker`.
 
         Args:
             delta: by name of `state_dict`: all trainable parameters (of the fragment), in any float
-                dtype, and buffers at will. Buffers, floats and integers, are given as *values*, not as
-                differences, and are those of the last pull where missing. Tensors of other fragments
-                are passed over.
+                dtype, and optionally buffers. Buffers, floats and integers, are *values*, not
+                differences, and default to those of the last pull. Tensors of other fragments are
+                ignored.
             weight: of this contribution.
-            fragment: which one to send; needed where there are several. In synchronous mode every
+            fragment: which one to send; required where there are several. In synchronous mode every
                 worker pushes them in turn. Buffers travel with the last.
             steps, tokens, samples, loss: for displays and weights.
 
@@ -193,10 +184,9 @@ class DiLoCoClient:
 
         Raises:
             UsageError: not joined; no such fragment; a missing, misshapen or non-finite tensor; a
-                number that is too large.
-                Nothing was sent.
-            Refused: the broker does not take it; it is dropped.
-            Unreachable: it was not in within the timeout. It stays in flight: `pull` goes on.
+                number that is too large. Nothing was sent.
+            Refused: the broker dropped it.
+            Unreachable: not uploaded within the timeout. It stays in flight: `pull` goes on.
         """
         pulled = self._require_joined()
         link, part = pulled.link, pulled.part(fragment)
@@ -271,7 +261,7 @@ class DiLoCoClient:
         loss: float | None = None,
         tokens: int = 0,
     ) -> None:
-        """Tell how training stands: now, and in the heartbeats that are sent by themselves.
+        """Report the state of training: now, and in the automatic heartbeats.
 
         Raises:
             UsageError: not joined, or a number that is too large.
@@ -298,26 +288,22 @@ class DiLoCoClient:
         self._pulled = None
         self._flights.clear()
 
-    # Asking.
+    # Requests.
 
     def status(self) -> dict[str, Any]:
-        """The broker's snapshot, as on its feed.
-
-        Raises:
-            Refused, Unreachable.
-        """
+        """The broker's snapshot, as on its feed. Raises Refused and Unreachable."""
         result = self.control("status")
         if not result.ok:
             raise Refused(Code.UNKNOWN_ACTION, result.text)
         return dict(result.data)
 
     def control(self, action: str, **arguments: Any) -> Result:
-        """Carry out a control action at the broker. A refused one has `ok` False and a `text`.
+        """Execute a control action at the broker. A refused one has `ok` False and a `text`.
 
         Raises:
-            UsageError: an argument that is neither text nor number nor made of these.
-            Unreachable: no answer within the timeout, or the connection broke before it; the action
-                may have been carried out.
+            UsageError: an argument that cannot be sent.
+            Unreachable: no answer within the timeout, or the connection broke; the action may have
+                been executed.
         """
         request = next(self._requests)
         asked = Control(action, request, arguments)
@@ -335,20 +321,17 @@ class DiLoCoClient:
             raise Unreachable(f"{self.server}: {answer.text}")
         return Result(request, answer.ok, answer.text, answer.data)
 
-    # Within.
-
     def _connect(self) -> Link:
         """The link; as an observer if this client has not joined."""
         return self._link or self._begin(Session(None, lambda: secrets.randbits(64)))
 
     def _begin(self, session: Session, **options: Any) -> Link:
-        # Whose turn it is, the caller knows.
         self._link = Link(self.server, session, follows_rounds=False, keys=self._keys, **options)
         self._link.start()
         return self._link
 
     def _observe(self) -> None:
-        """Learn the model and the configuration without joining."""
+        """Get the model and the configuration without joining."""
         link = self._connect()
         deadline = time.monotonic() + self.timeout
         while True:
@@ -423,7 +406,7 @@ class DiLoCoClient:
         return self._pulled
 
     def _await(self, what: Callable[[], bool], doing: str, *, timeout: float | None = None) -> None:
-        """Wait for something; raises Refused or Unreachable when it does not come."""
+        """Wait until `what` is true; raises Refused or Unreachable when it does not come."""
         link = self._link
         assert link is not None
         timeout = self.timeout if timeout is None else max(0.0, timeout)
@@ -444,27 +427,27 @@ class GlobalParameters:
     """One version of the global parameters."""
 
     version: VersionId  # with fragments that of fragment 0
-    # Every entry of the model's `state_dict`, tied ones under each of their names, on the CPU, in the
-    # model's dtypes. They are the caller's own.
+    # Every entry of `state_dict`, tied ones under each of their names, on the CPU, in the model's
+    # dtypes; the caller's own.
     tensors: dict[str, Tensor]
     ledger: Ledger  # the pushes contained in `version`
     versions: dict[int, VersionId] = field(default_factory=dict)  # of each trained fragment
 
 
 class PulledModel:
-    """See the head of this module."""
+    """The run's model as pulled so far."""
 
     def __init__(self, manifest: Manifest, terms: Terms, link: Link) -> None:
         self.manifest = manifest
         self.layout = terms.layout
         self.config = terms.config
         self.link = link
-        self.versions: dict[int, VersionId] = {}  # by fragment, what is here
+        self.versions: dict[int, VersionId] = {}  # by fragment
         self._states: dict[int, FlatState] = {}
         self._ledger = Ledger()  # of fragment 0
 
     def take(self, arrival: Arrival | None) -> None:
-        """Take in a version, if one has arrived."""
+        """Take in an arrived version, if any."""
         if arrival is None:
             return
         released = arrival.released
@@ -476,19 +459,19 @@ class PulledModel:
             self._ledger = released.ledger
 
     def part(self, fragment: int | None) -> FragmentLayout:
-        """The fragment that is to be pushed; raises UsageError for one that there is not."""
+        """The fragment to push; raises UsageError for one that does not exist."""
         parts = self.layout.fragments
         if fragment is None and len(parts) == 1:
             return parts[0]
         if fragment is None or not 0 <= fragment < len(parts):
             raise UsageError(
-                f"push() was given fragment {fragment}, and this run has {len(parts)}; give the number "
-                f"of one of them, 0 to {len(parts) - 1}."
+                f"push() was given fragment {fragment}, and this run has {len(parts)}; give one of "
+                f"0 to {len(parts) - 1}."
             )
         return parts[fragment]
 
     def parameters(self) -> GlobalParameters:
-        """What is here, as tensors that are the caller's own."""
+        """The pulled versions, as tensors that are the caller's own."""
         here: dict[str, Tensor] = {}
         for state in self._states.values():
             here |= state.by_name()

@@ -7,8 +7,8 @@
             ...
             optimizer.step()
 
-A unit counts as done when the contributions that contain its steps are in the global parameters. One
-that a worker had when it died, or whose steps were lost, is handed out again. See docs/data.md.
+A unit is done when the contributions with its steps are in the global parameters. Units of a worker
+that died, or whose steps were lost, are handed out again. See docs/data.md.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from diloco_worker.unit_line import HandedOut
 
 logger = logging.getLogger("diloco.worker")
 
-# Seconds between two questions while others have the last units.
+# Seconds between two requests while others have the last units.
 ASK_AGAIN_S = 0.2
 
 
 class WorkQueue:
-    """A worker's end of a data set of which the broker hands out the units.
+    """A worker's end of a data set whose units the broker hands out.
 
     Args:
         diloco: the worker. One without a server gets every unit itself.
         name: of the data set; 1 to 64 printable characters.
-        units: K, how many it has; they are numbered from 0. The same for all workers, as are `epochs`
-            and `seed`. A worker may have 4096 rows of `prefetch` units that are trained on and not
-            counted: make them so large that two rounds take far fewer.
+        units: K, how many it has, numbered from 0. The same for all workers, as are `epochs` and `seed`.
+            A worker may have 4096 ranges of `prefetch` units that are trained on and not counted: make
+            units so large that two rounds take far fewer.
         epochs: how often each is trained on; 0: without an end.
         seed: of the order, which differs from epoch to epoch; None: as they are numbered.
-        prefetch: units asked for at a time. A worker that dies gives back those that it had.
+        prefetch: units requested at a time. A worker that dies gives back those that it had.
 
     Raises:
-        UsageError: numbers that cannot be meant; or the broker hands out no units of this data set.
-            A queue that is made before its worker has started makes `start` raise.
+        UsageError: invalid numbers; or the broker hands out no units of this data set. For a queue made
+            before its worker has started, `start` raises.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class WorkQueue:
         self.name, self.units, self.epochs, self.seed = name, units, epochs, seed
         self._diloco, self._line = diloco, diloco.units
         self._prefetch = prefetch
-        self._stock: deque[int] = deque()  # tickets that are here and with no reader
-        self._read: set[int] = set()  # with a reader, and not trained to the end
+        self._stock: deque[int] = deque()  # tickets without a reader
+        self._read: set[int] = set()  # with a reader, and not trained completely
         self._lock = threading.RLock()
-        self._next = 0  # ticket, where there is no server
-        self._forced_at = -1  # optimizer steps at the last boundary that was made for the queue
+        self._next = 0  # ticket, without a server
+        self._forced_at = -1  # optimizer steps at the last boundary for the queue
         self._line.open(name, units, epochs, seed)
 
     def take(self) -> int | None:
-        """A ticket of a unit to train on; None while none is free, or once all are counted."""
+        """Take a unit to train on, as its ticket; None while none is free, or once all are counted."""
         with self._lock:
             if not self._stock:
                 self._ask()
@@ -95,11 +95,11 @@ class WorkQueue:
             return ticket
 
     def unit(self, ticket: int) -> int:
-        """The number of the unit that a ticket stands for."""
+        """The number of the unit of a ticket."""
         return unit_of(ticket, self.units, self.seed)[1]
 
     def done(self, ticket: int, *, is_last: bool = True) -> None:
-        """For loops of their own: the coming optimizer step trains on samples of this unit."""
+        """For custom loops: the coming optimizer step trains on samples of this unit."""
         self._line.note(self.name, ticket, is_last=is_last)
         if is_last:
             self._read.discard(ticket)
@@ -107,9 +107,9 @@ class WorkQueue:
     def batches(self, loader: Iterable[Any], ahead: int = 0) -> Iterator[Any]:
         """The batches of a loader of a `QueuedDataset`, until every unit is counted.
 
-        Each is noted as trained with the optimizer step after it. When nothing is free and some units do
-        not count yet, it makes a boundary, so that those of this worker do, and waits for more: units of
-        a worker that dies come back. It ends early once the run is over.
+        Each is noted as trained with the optimizer step after it. When no unit is free and some do not
+        count yet, it makes a boundary, so that those of this worker count, and waits for units of
+        workers that die. It ends early once the run is over.
 
         Args:
             ahead: batches that the loop fetches before it steps with an earlier one.
@@ -131,7 +131,7 @@ class WorkQueue:
                 if self._line.is_dropped(self.name, ticket):
                     self._forget([ticket << 1 | 1])
                 else:
-                    self.done(ticket)  # the loader has dropped its last samples
+                    self.done(ticket)  # the loader dropped its last samples
             self._line.stepped()
             if not self._goes_on():
                 return
@@ -141,7 +141,7 @@ class WorkQueue:
             self.done(mark >> 1, is_last=bool(mark & 1))
 
     def _forget(self, marks: list[int]) -> None:
-        """These are of units that may come back: then they are begun anew."""
+        """Forget units that were dropped; they may be handed out again."""
         for mark in marks:
             self._line.forget(self.name, mark >> 1)
             if mark & 1:
@@ -174,7 +174,7 @@ class WorkQueue:
             return found
 
     def _own(self) -> HandedOut:
-        """Without a server."""
+        """The next units of a worker without a server."""
         stop = self._next + self._prefetch
         if self.epochs:
             stop = min(stop, self.epochs * self.units)
@@ -185,13 +185,12 @@ class WorkQueue:
 class QueuedDataset(IterableDataset[Any]):
     """The samples of a queue's units, for a DataLoader, whose processes ask this one for units.
 
-    Yields pairs: a mark, which says what unit a sample is of, and the sample. `WorkQueue.batches` reads
-    the marks and passes on the rest. The iteration ends when no unit is free.
+    Yields pairs: a mark, which identifies the unit of a sample, and the sample. `WorkQueue.batches`
+    reads the marks and passes on the rest. The iteration ends when no unit is free.
 
     Args:
         queue: in the process that trains.
-        read: the samples of a unit, given its number. Where processes are spawned it must be a
-            function of a module.
+        read: the samples of a unit, given its number. For spawned processes a function of a module.
     """
 
     def __init__(self, queue: WorkQueue, read: Callable[[int], Iterable[Any]]) -> None:
@@ -205,12 +204,12 @@ class QueuedDataset(IterableDataset[Any]):
         is_over = threading.Event()
         asked = (listener, queue, is_over)
         threading.Thread(target=_listen, args=asked, name="diloco-units", daemon=True).start()
-        # The thread keeps the queue, and with it the model, as long as a process can ask.
+        # The thread refers to the queue, and with it to the model, while processes may ask.
         end = weakref.finalize(self, _end_listening, listener.address, is_over, self._process)
         end.atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_queue": None}  # spawned processes have no part in the run
+        return {**self.__dict__, "_queue": None}  # for spawned processes
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if self._queue is not None and self._process == os.getpid():
@@ -225,7 +224,7 @@ class QueuedDataset(IterableDataset[Any]):
             try:
                 last = next(samples)
             except StopIteration:
-                continue  # a unit without samples is done when the loader is through
+                continue  # a unit without samples is done when the loader ends
             for sample in samples:
                 yield ticket << 1, last
                 last = sample
@@ -242,7 +241,7 @@ def _ask_parent(connection: Connection[Any, Any]) -> int | None:
 
 
 def _listen(listener: Listener, queue: WorkQueue, is_over: threading.Event) -> None:
-    """Hand units to the processes of a loader. JSON goes to and fro: nothing is unpickled."""
+    """Serve the processes of a loader. They exchange JSON: nothing is unpickled."""
     with listener:
         while not is_over.is_set():
             try:
@@ -255,11 +254,11 @@ def _listen(listener: Listener, queue: WorkQueue, is_over: threading.Event) -> N
 
 
 def _end_listening(address: Any, is_over: threading.Event, process: int) -> None:
-    """The data set is gone. In a forked process only its copy is."""
+    """The data set was deleted. In a forked process only its copy was."""
     if os.getpid() == process:
         is_over.set()
         with contextlib.suppress(OSError):
-            Client(address).close()  # wakes the thread up
+            Client(address).close()  # wakes the thread
 
 
 def _serve(connection: Connection[Any, Any], queue: WorkQueue) -> None:
@@ -273,7 +272,7 @@ def _serve(connection: Connection[Any, Any], queue: WorkQueue) -> None:
                     answer = {"error": str(error)}
                 connection.send_bytes(json.dumps(answer).encode())
         except (EOFError, OSError):
-            return  # its process is through, or gone
+            return  # its process has ended
 
 
 def _numbers(marks: Any) -> list[int]:

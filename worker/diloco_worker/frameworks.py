@@ -1,15 +1,14 @@
-"""What the callbacks for training frameworks share: figures for their logs, an order of the data.
+"""Shared by the callbacks for training frameworks: figures for their logs, an order of the data.
 
-Other people's trainers make the loader before the worker joins, and seed it alike on each machine, so
-two workers would train on the same batches, as one. Here each worker shuffles from another seed. Data
-that is read in order, or by an iterable data set, is left as it is.
+Trainers make the loader before the worker joins, and seed it alike on each machine, so two workers
+would train on the same batches. Here each worker shuffles from another seed. Data that is read in
+order, or by an iterable data set, is left as it is.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,16 +21,16 @@ from diloco_worker.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")
 
-# Of `sync_metrics`, what a framework logs.
+# The `sync_metrics` that a framework logs.
 LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
-# Between the seeds of two workers. Samplers add the epoch to their seed, so it is larger than any number
-# of epochs: no two workers have the same order in different epochs.
+# Between the seeds of two workers; larger than any number of epochs, which samplers add to their seed.
 SEED_STEP = 1_000_003
 SEEDS = 1 << 63
+_MARK = "_diloco_reseeded"  # attribute of samplers whose seed was changed
 
 
 def figures(worker: DiLoCoWorker) -> dict[str, float]:
-    """What a framework's logs get of a run; nothing where the worker is in none."""
+    """The figures that a framework logs; empty where the worker is in no run."""
     if worker.config is None:
         return {}
     metrics = worker.sync_metrics
@@ -42,7 +41,7 @@ def figures(worker: DiLoCoWorker) -> dict[str, float]:
 
 
 def report_loss(report: Callable[..., None], loss: object) -> None:
-    """Report the loss that a framework's trainer gives; warn once if it is not a single number.
+    """Report the loss of a framework's trainer; warn once if it is not a single number.
 
     Args:
         report: that of a `DiLoCoWorker`.
@@ -55,11 +54,11 @@ def report_loss(report: Callable[..., None], loss: object) -> None:
 
 
 class OwnOrder(Sampler[Any]):
-    """A sampler with a generator of this worker's, seeded in each epoch from the one that it had."""
+    """A sampler with a generator of this worker, seeded in each epoch from its previous generator."""
 
     def __init__(self, sampler: Any, offset: int) -> None:
         self.sampler = sampler
-        self._generator: torch.Generator | None = sampler.generator  # None: that of torch
+        self._generator: torch.Generator | None = sampler.generator  # None: torch's
         self._offset = offset
 
     def __iter__(self) -> Iterator[Any]:
@@ -77,19 +76,19 @@ class OwnOrder(Sampler[Any]):
         return len(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sampler":  # a copy that is not filled yet
+        if name == "sampler":  # an unfinished copy
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
 
 def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int]]) -> bool:
-    """Shuffle what these loaders give from seeds of this worker's, and say so in the log.
+    """Shuffle the data of these loaders from seeds of this worker, and log it.
 
     Args:
         shard: index and count of this worker's share of the data.
 
     Returns:
-        Whether any loader gives another order now.
+        Whether any loader has another order now.
     """
     try:
         index, count = shard()
@@ -99,7 +98,7 @@ def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int
     changed = [_reseed(loader, SEED_STEP * index) for loader in loaders]
     if any(changed):
         logger.info(
-            "This worker shuffles its data from seeds of its own (shard %d of %d); "
+            "This worker shuffles its data from its own seeds (shard %d of %d); "
             "shard_data=False leaves the seeds alone.",
             index,
             count,
@@ -116,53 +115,34 @@ def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int
 
 
 def _reseed(loader: object, offset: int) -> bool:
-    """Whether the sampler of this loader draws from another seed now, or has done so before."""
+    """Whether a sampler of this loader draws from another seed now, or already did."""
     sampler = getattr(loader, "sampler", None)
-    holder: Any = (
+    holder = (
         sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
     )
     has_changed = False
     while holder is not None:  # Accelerate's holds another one, which holds the sampler
-        sampler = getattr(holder, "sampler", None)
-        if isinstance(sampler, OwnOrder) or _reseeded.get(id(sampler), _reseeded) is sampler:
-            has_changed = True
-        elif (name := _seed_of(sampler)) is not None:
-            setattr(sampler, name, getattr(sampler, name) + offset)
-            _reseeded[id(sampler)] = sampler
-            has_changed = True
-        elif _has_a_generator(sampler) and _is_assignable(holder, "sampler"):
-            holder.sampler = OwnOrder(sampler, offset)
-            has_changed = True
+        has_changed |= _reseed_sampler_of(holder, offset)
         holder = getattr(holder, "batch_sampler", None)
     return has_changed
 
 
-# Samplers whose seed was changed, by id: a sampler may be unhashable, as a dataclass is.
-_reseeded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def _seed_of(sampler: object) -> str | None:
-    """The attribute that a sampler seeds each epoch with: Accelerate's, or that of distributed ones."""
-    if getattr(sampler, "shuffle", True) and getattr(type(sampler), "__weakrefoffset__", 0):
-        for name in ("initial_seed", "seed"):
-            is_seed = isinstance(inspect.getattr_static(sampler, name, None), int)
-            if is_seed and _is_assignable(sampler, name):
-                return name
-    return None
-
-
-def _has_a_generator(sampler: object) -> bool:
-    """Whether it draws from an attribute that can hold a torch.Generator, as torch's own samplers do."""
-    found = inspect.getattr_static(sampler, "generator", sampler)
-    return (found is None or isinstance(found, torch.Generator)) and _is_assignable(
-        sampler, "generator"
-    )
-
-
-def _is_assignable(holder: object, name: str) -> bool:
-    """False for the attributes of a frozen dataclass, and for properties without a setter."""
+def _reseed_sampler_of(holder: Any, offset: int) -> bool:
+    sampler = getattr(holder, "sampler", None)
+    if isinstance(sampler, OwnOrder) or getattr(sampler, _MARK, False):
+        return True
     try:
-        setattr(holder, name, getattr(holder, name))
-    except (AttributeError, TypeError):
-        return False
-    return True
+        for name in ("initial_seed", "seed"):  # Accelerate's, and that of distributed samplers
+            seed = inspect.getattr_static(sampler, name, None)
+            if isinstance(seed, int) and getattr(sampler, "shuffle", True):
+                setattr(sampler, _MARK, True)
+                setattr(sampler, name, seed + offset)
+                return True
+        generator = inspect.getattr_static(sampler, "generator", sampler)
+        if generator is None or isinstance(generator, torch.Generator):
+            setattr(sampler, "generator", generator)  # noqa: B010  raises where it is read-only
+            holder.sampler = OwnOrder(sampler, offset)
+            return True
+    except (AttributeError, TypeError):  # a frozen dataclass, or a property without a setter
+        pass
+    return False

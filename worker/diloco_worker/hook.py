@@ -1,15 +1,15 @@
-"""DiLoCoWorker: the two lines that make a training script take part in a run.
+"""DiLoCoWorker: the two lines that make a training script join a run.
 
     with DiLoCoWorker(model, optimizer, server="tcp://10.0.0.1:8512") as diloco:
         for batch in loader:
             ...
             optimizer.step()
 
-After every H optimizer steps (a *boundary*) the pseudo-gradient is frozen and pushed, and training waits
-for the new global parameters. With P fragments there are P boundaries in H steps, one for each part of
-the model, and training may go on while a fragment is under way (Streaming DiLoCo, Douillard et al. 2025,
-arXiv 2501.18512); what happens then is in `sync.boundary`. The network never raises into the
-training loop; what goes wrong is logged under "diloco.worker" and shown in `sync_metrics`.
+After every H optimizer steps (a *boundary*) the pseudo-gradient is frozen and pushed, and training
+waits for the new global parameters. With P fragments there are P boundaries in H steps, one for each
+part of the model, and training may go on while a fragment is in flight (Streaming DiLoCo, Douillard et
+al. 2025, arXiv 2501.18512): see `sync.boundary`. The network never raises into the training loop;
+errors are logged under "diloco.worker" and shown in `sync_metrics`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,9 @@ from diloco_protocol import Kind, RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker import pair, settings
 from diloco_worker.counted_steps import CountedSteps
-from diloco_worker.group.beginning import (
-    begin_together,
-    same_resumption,
-    same_settings,
-)
+from diloco_worker.group.beginning import begin_together, same_resumption, same_settings
 from diloco_worker.joining import Joining
-from diloco_worker.launching import tell_launcher
+from diloco_worker.launching import write_end
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import FORCE, LOAD, STEP, GroupBroken, Ranks, group_of
@@ -64,9 +60,9 @@ logger = logging.getLogger("diloco.worker")
 
 T = TypeVar("T")
 
-# Seconds that the last message to the broker may take.
+# Seconds for the last message to the broker.
 LINK_PATIENCE_S = 5.0
-# Of a warning in a heartbeat; whole, it is in the worker's log.
+# Characters of a warning in a heartbeat; the log has all of it.
 MAX_WARNING_LENGTH = 300
 
 
@@ -75,34 +71,33 @@ class DiLoCoWorker:
 
     Args:
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
-            A list is taken for the parts of one model, as of a pipeline, each with names of its own.
+            A list: the parts of one model, as of a pipeline, each with distinct names.
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
-            the inner steps that are counted. Of a list a round of all of them is one step: see
-            `counted_steps`.
-        server: the broker's address, several with commas in between, or a function that returns one,
-            called whenever the broker is unreachable. Without one, here and in DILOCO_SERVER, every call
-            is a no-op.
-        sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
-            own; in a run with rounds a smaller one only.
+            counted. Of a list a round of all of them is one step: see `counted_steps`.
+        server: the broker's address, several separated by commas, or a function that returns one, called
+            whenever the broker is unreachable. Without one, here and in DILOCO_SERVER, every call is a
+            no-op.
+        sync_every: H, optimizer steps between two pushes of the same fragment. It may differ from the
+            run's; in a run with rounds it must be smaller.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
-            worker_id, and the only one that a broker with keys takes.
-        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". A worker may
-            have its own.
+            worker_id, and the only one that a broker with keys accepts.
+        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". It may differ
+            from the run's.
         process_group: the processes that are one worker together: "world", a
-            `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make it, and call the same
-            methods at the same steps; see docs/frameworks.md.
-        timeout: seconds without a sign of life from the broker, after which a boundary waits no
-            longer. Default 600.
-        expect: what the run must be like: values by the names of `config`, such as
-            {"num_fragments": 4}. A run with another value is refused at joining.
-        options: what few scripts set, a `WorkerOptions` or a mapping of its fields.
+            `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make the worker, and call the
+            same methods at the same steps; see docs/frameworks.md.
+        timeout: seconds without a sign of life from the broker until a boundary waits no longer.
+            Default 600.
+        expect: required values of the run's `config`, such as {"num_fragments": 4}. Other runs are
+            refused at joining.
+        options: rarely used settings, a `WorkerOptions` or a mapping of its fields.
 
-    Each but model, optimizer, process_group and options has a variable DILOCO_<NAME>. None means: what
-    the variable says, else what the broker says.
+    Each but model, optimizer, process_group and options has a variable DILOCO_<NAME>. None: the value
+    of the variable, else that of the broker.
 
     Raises:
-        UsageError: a value that cannot work, or a model that cannot be exchanged.
+        UsageError: an invalid value, or a model that cannot be exchanged.
     """
 
     @uncaught.shortens_uncaught
@@ -123,9 +118,9 @@ class DiLoCoWorker:
         expect: Mapping[str, Any] | None = None,
         options: settings.WorkerOptions | Mapping[str, Any] | None = None,
     ) -> None:
-        # Its fields have the names of arguments.
+        # The fields of `Settings` are named as the arguments.
         self._settings: settings.Settings = settings.resolve(locals())
-        own_log.asked_level()  # a mistake in it is found now
+        own_log.asked_level()  # raises for an invalid one
         self._keys, chosen_id = None, self._settings.worker_id
         if self._settings.server is not None:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
@@ -139,7 +134,6 @@ class DiLoCoWorker:
         model, counted = pair.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
-        self._unstarted: pair.Unstarted | None = None
         # On ranks other than the leader these are stubs: see `group`.
         self._link: Link | None = None
         self._model = model
@@ -150,10 +144,9 @@ class DiLoCoWorker:
             else:
                 self._tensors = SpreadTensors.of_group(model, ranks, self._settings.tied or ())
             self._tensors.may_pin = self._settings.pin_memory is not False
-            self._unstarted = pair.Unstarted(model, counted, self.worker_id)
         self._ports: LocalPorts | None = None
         self._resumption: Resumption | None = None
-        self._carried: object = None  # as it was loaded, until training starts
+        self._carried: object = None  # the loaded state, until training starts
         self._audit: PushLog | None = None
         self._termination = Termination(
             self._wake, at_once=self._settings.handle_signals == settings.EXIT
@@ -168,7 +161,7 @@ class DiLoCoWorker:
         self._counters = SyncMetrics()
         self._step = 0
         self._cycle_start = 0
-        self._saved = 0  # the number of the last order to save that was carried out
+        self._saved = 0  # the number of the last completed request to save
 
     # Joining and leaving.
 
@@ -185,17 +178,16 @@ class DiLoCoWorker:
     def start(self) -> DiLoCoWorker:
         """Join the run and put its parameters into the model.
 
-        Waits for the broker, for as long as it takes, and says so; Ctrl-C works. After a
-        `load_state_dict` the parameters stay as the script has loaded them, unless the run has gone on
-        without this worker in a way that they have no place in; a warning says so.
-
-        Whatever fails leaves nothing behind: no thread, no member of the run, no signal handler.
+        Waits for the broker without a limit, and logs that; Ctrl-C works. After a `load_state_dict` the
+        parameters stay as the script loaded them, unless the run went on without this worker in a way
+        that excludes them, which is logged. A failure leaves nothing behind: no thread, member or
+        signal handler.
 
         Raises:
-            Refused: the broker does not take this worker, with its sentence.
-            UsageError: this worker has been started before, its audit log cannot be written, the model
-                is not the one that the loaded state belongs to, or holds values that no run can begin
-                with; or the broker hands out no units of a `WorkQueue` that was made before.
+            Refused: the broker refuses this worker.
+            UsageError: this worker was started before, its audit log cannot be written, the model does
+                not match the loaded state, or cannot start a run; or the broker rejects the data set
+                of a `WorkQueue`.
         """
         settings.warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
@@ -203,8 +195,6 @@ class DiLoCoWorker:
         if self._link is not None:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
         try:
-            if self._unstarted is not None:
-                self._unstarted.over()
             own_log.speak(leads=self._ranks is None or self._ranks.leads)
             return self._start(self._settings.server, self._tensors)
         except BaseException:
@@ -258,7 +248,7 @@ class DiLoCoWorker:
     def _release(
         self, reason: str, patience: float = LINK_PATIENCE_S, *, trained: bool = False
     ) -> None:
-        """Release what would outlive the worker: signal handler, model, link, log of pushes."""
+        """Release what would outlive the worker: signal handler, model, link, audit log."""
         self._termination.restore()
         pair.vacate(self._model, self)
         try:
@@ -268,35 +258,33 @@ class DiLoCoWorker:
             if self._audit is not None:
                 if trained:
                     if not self._step:
-                        logger.warning("%s left without having made a step.", self.worker_id)
+                        logger.warning("%s left without a step.", self.worker_id)
                     elif not self.sync_count:
                         logger.warning(
-                            "%s left without having closed a round: none of its %d steps is in the "
-                            "run, where a round takes %s of them.",
+                            "%s left without a closed round: none of its %d steps is in the run, where "
+                            "a round takes %s of them.",
                             *(self.worker_id, self._step, self.sync_every),
                         )
                     self._audit.left(self._step)
-                    tell_launcher(self.run_is_over, asked=self.stop_reason is not None)
+                    write_end(self.run_is_over, asked=self.stop_reason is not None)
                 self._audit.close()
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for every push in flight, tell the broker, and leave the model as it is.
+        """Wait for every push in flight, leave the run, and leave the model as it is.
 
-        Waits at most `timeout` seconds in all; after SIGTERM or Ctrl-C only until what is in flight
-        has been sent, and within 10 s. Steps since the last boundary stay in the model and are not
-        sent; see `force_sync`, and `state_dict`.
+        Waits at most `timeout` seconds in all; after SIGTERM or Ctrl-C only until pushes in flight were
+        sent, at most 10 s. Steps since the last boundary stay in the model and are not sent; see
+        `force_sync`, and `state_dict`.
 
         Args:
-            failed: leave at once; what is in flight may be lost.
+            failed: leave at once; pushes in flight may be lost.
         """
         self._close("its training ended with an error" if failed else "", failed=failed)
 
     def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
-        """Leave, telling the broker why. `hasty`: the process is about to end."""
+        """Leave, with this reason for the broker. `hasty`: the process is about to end."""
         self._steps.stop()
         self._termination.is_training = False
-        if self._unstarted is not None:
-            self._unstarted.over()
         link = self._link
         if link is None:
             return
@@ -306,7 +294,7 @@ class DiLoCoWorker:
             if not failed and self._ports is not None:
                 self._ports.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
-            patience = 0.0 if hasty else patience  # the second one waits for nothing
+            patience = 0.0 if hasty else patience  # the second Ctrl-C
             raise
         finally:
             self._release(reason, patience, trained=True)
@@ -320,29 +308,30 @@ class DiLoCoWorker:
         tokens: int | Tensor | None = None,
         samples: int | Tensor | None = None,
     ) -> None:
-        """Tell how training goes; at each step or now and then. Cheap, also with CUDA tensors.
+        """Report the progress of training; at each step or now and then. Cheap, also with CUDA tensors.
 
         Args:
             loss: of this step.
-            tokens: that this step was computed from; they are added up. A run may weigh each
-                contribution by them.
-            samples: the same in training examples.
+            tokens: of this step; they are added up. A run may weigh each contribution by them.
+            samples: training examples of this step, likewise.
 
         Raises:
             UsageError: a value that is not a single number, a count that is negative, not finite, or
-                makes more than 2**53 - 1 in all, an unknown keyword. A loss may be NaN.
+                adds up to more than 2**53 - 1, an unknown keyword. A loss may be NaN.
         """
-        if self._unstarted is not None:
-            self._unstarted.warn()
         if self._link is not None:
             self._reports.add(loss, tokens, samples)
-            self._steps.reported()
+        elif self._tensors is not None:
+            settings.warn_once(
+                f"DiLoCoWorker {self.worker_id!r} was made but not started, so this script trains "
+                "alone; train in `with DiLoCoWorker(...) as diloco:`, or call start() first."
+            )
 
     def force_sync(self) -> bool:
         """Make the boundary now. Returns whether the delta is in the global parameters.
 
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
-        others reach theirs when they do, so this may wait up to a whole round (with fragments P).
+        other workers reach theirs later, so this may wait up to a whole round (with fragments P).
         """
         link = self._link
         if self._ports is None or link is None or (self._ranks is None and link.has_ended):
@@ -350,25 +339,27 @@ class DiLoCoWorker:
         return self._between_steps(FORCE, boundary.force)
 
     def load_global(self) -> bool:
-        """Put the newest global parameters into the model: these are the ones to evaluate.
+        """Put the newest global parameters into the model, to evaluate them.
 
-        All fragments are loaded. Local steps since the last boundary are dropped, so call it right
-        behind one or at the end. Returns False, and leaves the model alone, when the broker cannot be
+        All fragments are loaded. Local steps since the last boundary are dropped, so call it after a
+        boundary or at the end. Returns False, and leaves the model alone, when the broker cannot be
         reached.
         """
         if self._ports is None or self._link is None:
             return False
         if self._ranks is None and self._link.has_ended:
-            logger.warning("load_global() came after the worker has left; the model is as it was.")
+            logger.warning(
+                "load_global() was called after the worker left; the model is unchanged."
+            )
             return False
         return self._between_steps(LOAD, boundary.load)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """`with diloco.global_parameters():` the model has those that this worker received last.
+        """`with diloco.global_parameters():` the model has the global parameters received last.
 
-        Evaluate them there, and make no step. Nothing is sent, and local steps are not lost: afterwards
-        the model is what it was, bit for bit. Costs a copy of what is trained, on its device.
+        Evaluate them there, and make no step. Nothing is sent; afterwards the model is as before, bit
+        for bit. Costs a copy of the trained parameters, on their device.
         """
         ports, tensors = self._ports, self._tensors
         if ports is None or tensors is None:
@@ -386,11 +377,11 @@ class DiLoCoWorker:
                 for tensor, values in zip(trained, local, strict=True):
                     tensor.copy_(values)
 
-    # The run, and this worker in it.
+    # The run.
 
     @property
     def config(self) -> RunConfig | None:
-        """How the run is trained, as the broker says; None before joining."""
+        """The run's configuration; None before joining."""
         return self._link.config if self._link else None
 
     @property
@@ -400,23 +391,22 @@ class DiLoCoWorker:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is, by the version that came last; all 0 before joining.
+        """The progress of the run, with the newest version; all 0 before joining.
 
-        A worker that comes late places its learning-rate schedule by `progress.steps`: optimizer steps
-        that one which was there from the beginning has behind it.
+        A late worker places its learning-rate schedule by `progress.steps`: the optimizer steps of a
+        worker that was in the run from the start.
         """
         return self._facts.progress
 
     @property
     def round(self) -> int:
-        """Rounds that the run has made; in asynchronous mode pushes that were applied."""
+        """Completed rounds of the run; in asynchronous mode applied pushes."""
         return self.progress.rounds
 
     @property
     def global_loss(self) -> float | None:
-        """Mean of the losses that the workers have reported with the last round; None before.
-
-        In asynchronous mode of the latest loss of each worker.
+        """Mean of the losses that the workers reported with the last round (in asynchronous mode their
+        latest).
         """
         return self._facts.loss
 
@@ -432,36 +422,35 @@ class DiLoCoWorker:
 
     @property
     def should_stop(self) -> bool:
-        """True once the broker has said that the run is over, or SIGTERM was received.
+        """True once the run is over, or SIGTERM was received; see `stop_reason`.
 
-        A broker that only restarts ends no script: see `stop_reason`. Look here after each step: the
-        second one that ends after SIGTERM raises SystemExit.
+        Read it after each step: the second step that ends after SIGTERM raises SystemExit.
         """
         return self.stop_reason is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the script should stop, a sentence; None while it should not. See `should_stop`.
+        """Why the script should stop, a sentence; else None. See `should_stop`.
 
-        The run is over when an operator has ended it (`diloco-broker shutdown`) or removed this worker.
-        While a broker restarts there is no reason: boundaries do not wait for it, and the worker joins
-        again when it is back. A script that trains on after the run is over trains alone, and is back in
-        the run if its broker returns.
+        The run is over when an operator ended it (`diloco-broker shutdown`) or removed this worker. A
+        restart of the broker is not a reason: boundaries do not wait for it, and the worker rejoins
+        when it is back. A script that goes on after the end of the run trains alone, and rejoins if its
+        broker returns.
         """
         return self._facts.stop_reason if self._ports else self._termination.reason
 
     @property
     def run_is_over(self) -> bool:
-        """True once the broker has said so."""
+        """True once the broker has ended the run for this worker."""
         return self._facts.is_over
 
     @property
     def should_save(self) -> bool:
-        """An operator asks for a save (`diloco-broker save-all`); True until `saved` is called."""
+        """An operator requests a save (`diloco-broker save-all`); True until `saved` is called."""
         return self._facts.save_order not in (0, self._saved)
 
     def saved(self) -> None:
-        """Tell the broker that the script has saved; the next heartbeat says so, at once."""
+        """Notify the broker, at once, that the script has saved."""
         if self._link is not None and self.should_save:
             self._saved = self._facts.save_order
             self._publish()
@@ -469,12 +458,12 @@ class DiLoCoWorker:
 
     @property
     def sync_metrics(self) -> SyncMetrics:
-        """Counters as they are now: attributes, or a mapping."""
+        """The current counters: attributes, or a mapping."""
         metrics = replace(
             self._counters,
             unsynced_steps=self._ports.state.unsynced_steps if self._ports else 0,
             model_change=self._model_change,
-            last_error=self._problem,
+            last_error=self._steps.problem or self._reports.problem,
         )
         if (link := self._link) is not None:
             metrics.bytes_up += link.bytes_up
@@ -486,36 +475,38 @@ class DiLoCoWorker:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Index and count of this worker's share of the data, for samplers; stays for its whole life.
+        """Index and count of this worker's share of the data, for samplers; constant for this worker.
 
-        What DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS say, else what the broker gives it: a slot that
-        no other worker has, of as many as the run has workers. (0, 1) without a server.
+        The values of DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS, else of the broker: a number that no
+        other worker has, of as many as the run has workers. (0, 1) without a server.
 
         Raises:
-            UsageError: this worker has not started, the variables name no share, or the broker gives
+            UsageError: this worker has not started, the variables are not a share, or the broker gives
                 none.
         """
         if self._settings.server is not None and self._link is None:
-            raise UsageError("shard is known once the worker has started; ask within the `with`.")
+            raise UsageError(
+                "shard is known once the worker has started; read it within the `with`."
+            )
         chosen = settings.chosen_shard(os.environ)
         given = chosen or (self._link.shard if self._link is not None else (0, 1))
         if given is None:
             raise UsageError(
-                f"This broker gives its workers no shares of the data; set {settings.SHARD_INDEX} and "
+                f"This broker assigns no shares of the data; set {settings.SHARD_INDEX} and "
                 f"{settings.NUM_SHARDS}."
             )
         return given
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker needs to go on after a restart, for the checkpoint of the script.
+        """The state to resume this worker from, for the checkpoint of the script.
 
         Take it between two steps, together with the state of model and optimizer: they belong to the
         same moment. Plain values and tensors, so `torch.load(..., weights_only=True)` reads it; about
         one fp32 copy of the model, and more while deltas are in flight (see `resume`).
 
-        `local_step` and `cycle_start` say where in its cycle of H steps the worker is. "resume" has the
-        parameters and deltas; without it a worker begins with the run's parameters, and reaches its
-        next boundary after what was left of the cycle.
+        `local_step` and `cycle_start` are the worker's place in its cycle of H steps. "resume" has the
+        parameters and deltas; without it a worker begins with the run's parameters, and makes its next
+        boundary after the rest of the cycle.
         """
         metrics = dict(self.sync_metrics)
         for passing in ("last_error", "unsynced_steps", "model_change"):
@@ -532,19 +523,19 @@ class DiLoCoWorker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
+        """Resume from a `state_dict`; before `start`, and with model and optimizer of the same moment.
 
-        Each process of a worker loads its own, or all of them a list of all: then there may be another
-        number of processes now. See `load_dcp` for what `torch.distributed.checkpoint` has saved.
+        Each process of a worker loads its own, or all of them a list of all: then the number of
+        processes may have changed. See `load_dcp` for states that `torch.distributed.checkpoint` saved.
 
-        The worker takes the id that it had, unless the script gives it one. A state without "resume"
-        only sets the counters and the place in the cycle.
+        The worker keeps its id, unless the script gives it one. A state without "resume" only sets the
+        counters and the place in the cycle.
 
         Raises:
-            UsageError: the worker runs already, or the dict is not one of ours, or of another model.
+            UsageError: the worker has started, or the dict is not one of ours, or of another model.
         """
         if self._link is not None:
-            raise UsageError("load_state_dict() belongs before the worker starts.")
+            raise UsageError("load_state_dict() must be called before the worker starts.")
         saved = Saved.of(state, self._tensors)
         self._counters, self._carried = saved.counters, saved.plain
         self._step, self._cycle_start = saved.step, saved.cycle_start
@@ -556,28 +547,28 @@ class DiLoCoWorker:
     def load_dcp(
         self, checkpoint: str | os.PathLike[str] | StorageReader, name: str = "diloco"
     ) -> None:
-        """`load_state_dict` of what `torch.distributed.checkpoint` has saved under this name.
+        """`load_state_dict` of a state that `torch.distributed.checkpoint` saved under this name.
 
-        As `dcp.save({"diloco": worker.state_dict(), ...})` in all processes: there may be another number
-        of them now. Each reads for itself, and only its own state where there are as many. Like
-        `dcp.load` it reads with pickle, so load only what you trust.
+        As with `dcp.save({"diloco": worker.state_dict(), ...})` in all processes; their number may have
+        changed. Each reads for itself, and only its own state where there are as many. Like `dcp.load`
+        it uses pickle, so load only trusted checkpoints.
 
         Args:
             checkpoint: the folder, or a StorageReader of it.
 
         Raises:
-            UsageError: as `load_state_dict`; or there is no such state in it.
+            UsageError: as `load_state_dict`; or the checkpoint has no such state.
         """
         from diloco_worker.group.dcp import saved_state  # torch loads it slowly
 
         rank, count = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.count)
         self.load_state_dict(saved_state(checkpoint, name, self._chosen_id, rank, count))
 
-    # After and between steps.
+    # Steps.
 
     @property
     def _facts(self) -> RunFacts:
-        """What is known of the run; at all ranks of a worker the same."""
+        """What is known of the run; the same at all ranks of a worker."""
         return self._ports.facts if self._ports else RunFacts()
 
     def _wake(self) -> None:
@@ -600,11 +591,10 @@ class DiLoCoWorker:
     def _between_steps(
         self, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, bool]]
     ) -> bool:
-        """Do what the script asks for between two steps; the time does not count as training."""
+        """Run a boundary for a call between two steps; the time does not count as training."""
         assert self._ports is not None
         began = time.monotonic()
         done = self._run(self._ports, call, steps)
-        self._steps.changed()
         self._publish()
         self._steps.pace.leave_out(time.monotonic() - began)
         return bool(done)
@@ -612,7 +602,7 @@ class DiLoCoWorker:
     def _run(
         self, ports: LocalPorts, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, T]]
     ) -> T | None:
-        """Run a boundary for this call of the script; its errors must not end the training."""
+        """Run a boundary for a call of the script; errors in it must not end the training."""
         try:
             with self._termination.held():
                 return ports.run(call, steps)
@@ -621,14 +611,14 @@ class DiLoCoWorker:
         except Exception as error:
             if self._ranks is not None:
                 raise GroupBroken(f"Synchronising failed in this process: {error!r}") from error
-            logger.exception("Synchronising failed; training goes on, next attempt in a round.")
+            logger.exception("Synchronising failed; training goes on, retrying in a round.")
             ports.state.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
             return None
 
     def _trouble(self, text: str) -> None:
-        """Report a problem of a training that goes on; the broker gets it at once."""
+        """Report a problem of the ongoing training, at once."""
         if self._ports is not None and self._link is not None:
             logger.warning("%s", text)
             self._link.last_error = text
@@ -636,7 +626,7 @@ class DiLoCoWorker:
             self._link.tell(BeatNow())
 
     def _publish(self, waiting: bool = False) -> None:
-        """Set what the next heartbeat says."""
+        """Set the next heartbeat."""
         if self._link is not None:
             warning = self._model_change or self._steps.problem or self._reports.problem
             self._link.progress = Heartbeat(
@@ -656,9 +646,3 @@ class DiLoCoWorker:
     def _model_change(self) -> str | None:
         watch = self._tensors.watch if self._tensors is not None else None
         return watch.problem if watch is not None else None
-
-    @property
-    def _problem(self) -> str | None:
-        """What is wrong with how the script uses this worker, a sentence."""
-        unstarted = self._unstarted.problem if self._unstarted is not None else None
-        return unstarted or self._steps.problem or self._reports.problem

@@ -1,4 +1,4 @@
-"""Joining a run: a session, a link, and the ports of training once the parameters are here."""
+"""Joining a run: makes the session, the link, and the ports once the parameters have arrived."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from diloco_protocol import Manifest, Unreachable, UsageError, VersionId
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
 from diloco_protocol.tensors.threads import thread_count
+from diloco_worker.model.checksums import frozen_tag
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.ports import PORTS, LocalPorts, Participant
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import Resume
 from diloco_worker.session.news import Arrival
 from diloco_worker.session.session import Session
-from diloco_worker.sync.patience import Patience
+from diloco_worker.sync.state import Patience
 from diloco_worker.transport.link import Link
 
 logger = logging.getLogger("diloco.worker")
 
-# Seconds of waiting at joining before it is logged first.
+# Seconds of waiting at joining before the first log line.
 FIRST_LOG_S = 2.0
 
 
@@ -35,26 +35,23 @@ class Joining(Participant):
     """A worker that joins a run. Belongs to the training thread."""
 
     def begin(self) -> LocalPorts:
-        """Join, and put the run's parameters into the model. Raises as `DiLoCoWorker.start`."""
+        """Join and put the run's parameters into the model; raises as `DiLoCoWorker.start`."""
         session = self.session()
         link = self.link(
             session, capture=self.tensors.capture, tag_of=partial(frozen_tag, self.tensors)
         )
-        arrived = await_versions(link, self.patience())
+        arrived = await_versions(link)
         assert link.layout is not None
         if link.has_forgotten:
             self.resumption = None
         self.tensors.set_layout(link.layout)
         make = PORTS.get(str(self.server), LocalPorts)
-        ports = make(**self.of_ports(link, arrived))
+        ports = make(**vars(self), link=link, arrived=arrived)
         ports.begin()
         return ports
 
-    def patience(self) -> Patience:
-        return Patience(time.monotonic, first=FIRST_LOG_S)
-
     def session(self, processes: int | None = None) -> Session:
-        """The session of this worker; `processes` of a group, None where it is not one."""
+        """The session of this worker; `processes`: of a group, else None."""
         own, resumption = self.settings, self.resumption
         session = new_session(
             self.worker_id,
@@ -70,10 +67,10 @@ class Joining(Participant):
         return session
 
     def link(self, session: Session | None, **arguments: Any) -> Link:
-        """A link that has begun; the arguments are those of `Link`."""
+        """A started link; the arguments are those of `Link`."""
         link = None
         states: dict[int, dict[VersionId | None, FlatState]] = {}
-        if self.resumption is not None:  # a session holds one version, and a follower names each
+        if self.resumption is not None:  # a session knows its version; a follower has to name it
             for fragment, state in self.resumption.states.items():
                 held = None if session is not None else self.resumption.held[fragment].version
                 states[fragment] = {held: state}
@@ -88,21 +85,14 @@ class Joining(Participant):
                 **arguments,
             )
             self.opened(link)
-        except BaseException:  # from then on it is closed where it was opened
+        except BaseException:  # once opened, the worker closes it
             if link is not None:
                 link.close()
             raise
         link.start(thread_count(self.settings.tensor_threads))
-        self.take_signals()
-        return link
-
-    def take_signals(self) -> None:
         if self.settings.handle_signals is not False:
             self.termination.install()
-
-    def of_ports(self, link: Link, arrived: dict[int, Arrival]) -> dict[str, Any]:
-        """The arguments of the ports of any process."""
-        return {**vars(self), "link": link, "arrived": arrived}
+        return link
 
 
 def new_session(
@@ -115,10 +105,7 @@ def new_session(
     has_frozen: bool = False,
     processes: int | None = None,
 ) -> Session:
-    """A session of a worker in this process; the arguments are those of `Join` and `Session`.
-
-    `processes`: how many the worker's group has; None where it is not a group.
-    """
+    """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
     join = Join(
         worker_id,
         manifest,
@@ -128,7 +115,7 @@ def new_session(
         extra=dict(extra or {}),
         processes=processes or 1,
     )
-    check_sendable(join, "What this worker says of itself (its wants, extra, names of its model)")
+    check_sendable(join, "This worker's description (wants, extra, names in the model)")
     return Session(
         join,
         lambda: secrets.randbits(64),
@@ -139,7 +126,7 @@ def new_session(
 
 
 def check_sendable(message: Message, what: str) -> None:
-    """Raise UsageError for values that have no place in a message, before the I/O thread sends it."""
+    """Raise UsageError for values that do not fit into a message, before the I/O thread sends it."""
     try:
         encode(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -147,19 +134,17 @@ def check_sendable(message: Message, what: str) -> None:
 
 
 def await_model(
-    link: Link,
-    patience: Patience,
-    *,
-    only_terms: bool = False,
-    tick: Callable[[], object] = lambda: None,
+    link: Link, *, only_terms: bool = False, tick: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
+    """Wait without a limit until every fragment has arrived, and log that.
 
     Args:
-        only_terms: the terms of the run are enough.
+        only_terms: wait for the terms of the run alone.
         tick: called repeatedly while waiting.
 
-    Raises Refused where the broker does not take this worker, Unreachable where the link has ended.
+    Raises:
+        Refused: the broker refuses this worker.
+        Unreachable: the link has ended.
     """
 
     def settled() -> bool:
@@ -167,9 +152,10 @@ def await_model(
             has_terms = link.layout is not None and link.phase is Phase.JOINED
             return link.refused_for_good or (only_terms and has_terms)
         arrivals = [link.arrivals.get(p.fragment) for p in link.layout.all if p.chunks]
-        # What came before the connection broke may be of a run that the broker has lost since.
+        # Fragments from before a broken connection may be of a run that the broker has lost.
         return all(arrivals) and len({each.version.run for each in arrivals if each}) == 1
 
+    patience = Patience(time.monotonic, first=FIRST_LOG_S)
     while not link.wait_for(settled, patience.pause()):
         tick()
         if link.has_ended:
@@ -188,19 +174,17 @@ def await_model(
         raise link.refusal
 
 
-def await_versions(
-    link: Link, patience: Patience, *, tick: Callable[[], object] = lambda: None
-) -> dict[int, Arrival]:
-    """`await_model`, then take a version of every fragment. Returns them by fragment."""
+def await_versions(link: Link, *, tick: Callable[[], object] = lambda: None) -> dict[int, Arrival]:
+    """`await_model`, then take a version of every fragment."""
     while True:
-        await_model(link, patience, tick=tick)
-        arrived = link.take_all()  # None if the connection broke since, and the run is lost
+        await_model(link, tick=tick)
+        arrived = link.take_all()  # None if the connection broke since and the run is lost
         if arrived is not None:
             return arrived
 
 
 def _advice(link: Link) -> str:
-    """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
+    """Advice where the broker does not answer, or its host name is wrong; ends a sentence."""
     if (waits_for := link.waits_for_address) is not None:
         return waits_for
     if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):

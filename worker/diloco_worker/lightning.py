@@ -3,10 +3,10 @@
     trainer = Trainer(max_steps=1000, callbacks=[DiLoCoCallback("tcp://10.0.0.1:8512")])
     trainer.fit(model)  # or trainer.fit(model, ckpt_path="last")
 
-It joins when the Trainer begins to train, behind whatever it has loaded, and leaves when training ends.
-The steps that count are those of the module's optimizers: accumulated batches and steps that a scaler
-skips come out right, in automatic and manual optimization. Each checkpoint of the Trainer has the state
-of the worker. With several processes (DDP) all of them are one worker, as with `process_group="world"`.
+It joins when training begins, after a checkpoint was loaded, and leaves when training ends. It counts
+the steps of the module's optimizers, so accumulated batches and steps skipped by a scaler come out
+right, in automatic and manual optimization. Each checkpoint of the Trainer has the state of the worker.
+With several processes (DDP) all of them are one worker, as with `process_group="world"`.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ from diloco_worker.transport.broker_address import Given
 
 logger = logging.getLogger("diloco.worker")
 
-# What the names of strategies say that keep no whole model, or step without torch's hooks.
+# Parts of the names of strategies that shard the model, or step without torch's hooks.
 REFUSED = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
-OF_EACH = "processes"  # in a checkpoint of several, the states of all of them
+OF_EACH = "processes"  # key of the states of several processes in a checkpoint
 
 
 class DiLoCoCallback(Callback):
-    """See the head of this module.
+    """Makes a `Trainer` a worker of a run.
 
     Args:
-        server: the broker's address. Without one here and in DILOCO_SERVER nothing is done.
-        shard_data: shuffle the training data from another seed than other workers do. False leaves the
-            seeds alone, for scripts that give each worker data of its own.
+        server: the broker's address. Without one here and in DILOCO_SERVER the callback does nothing.
+        shard_data: shuffle the training data from another seed than other workers. False leaves the
+            seeds alone, for scripts that give each worker its own data.
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
     Attributes:
         diloco: the `DiLoCoWorker`, from `on_train_start` on; None before.
 
-    Logged with what the module logs, each as diloco/NAME: `round` of the run, `global_loss`, and of this
+    Logged with the module's values, each as diloco/NAME: `round` of the run, `global_loss`, and of this
     worker `pushes`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`. When the
-    run ends the Trainer stops; one with `min_steps` or `min_epochs` makes these first, alone. When an
-    operator asks for a save, a Trainer with a `ModelCheckpoint` puts `asked-step=N.ckpt` beside its own.
+    run ends the Trainer stops; one with `min_steps` or `min_epochs` first makes these, alone. When an
+    operator requests a save, a Trainer with a `ModelCheckpoint` writes `asked-step=N.ckpt` into its
+    folder.
 
     Raises:
-        UsageError: a keyword that DiLoCoWorker does not have. When training begins: what `DiLoCoWorker`
-            raises, or a strategy that cuts the model up, or two of these callbacks.
+        UsageError: an unknown keyword. When training begins: what `DiLoCoWorker` raises, a strategy that
+            shards the model, or two of these callbacks.
     """
 
     def __init__(
@@ -65,20 +66,18 @@ class DiLoCoCallback(Callback):
         self.diloco: DiLoCoWorker | None = None
         self._given = handed_on("DiLoCoCallback", {"server": server, **keywords})
         self._shard_data = shard_data
-        self._loaded: dict[str, Any] = {}  # the worker's state in a checkpoint
-        self._theirs: Any = None  # what Lightning does with SIGTERM
+        self._loaded: dict[str, Any] = {}  # the worker's state in the checkpoint
+        self._theirs: Any = None  # Lightning's handler of SIGTERM
         self._is_in = False
-        self._ordered: object = None  # the loaders that have this worker's order
-        self._processes: Any = None  # a gloo group of those of the Trainer, if it has several
-
-    # What the Trainer calls.
+        self._ordered: object = None  # the loaders with this worker's order
+        self._processes: Any = None  # a gloo group of the Trainer's processes, if several
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         callbacks = trainer.callbacks
         if sum(isinstance(each, DiLoCoCallback) for each in callbacks) > 1:
-            raise UsageError("The Trainer has two DiLoCoCallbacks; leave one of them out.")
+            raise UsageError("The Trainer has two DiLoCoCallbacks; remove one of them.")
         if resolve(self._given).server is not None:
             _require_whole_model(trainer)
 
@@ -94,8 +93,10 @@ class DiLoCoCallback(Callback):
                 "The checkpoint has no state of this worker; it begins with the run's parameters."
             )
         self.diloco, self._loaded = worker, {}
-        if resolve(self._given).handle_signals is not False:
-            self._take_sigterm()
+        is_main = threading.current_thread() is threading.main_thread()
+        if resolve(self._given).handle_signals is not False and is_main:
+            # For the worker: Lightning's handler would not end a wait for a round.
+            self._theirs = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             worker.start()
         except BaseException:
@@ -105,7 +106,7 @@ class DiLoCoCallback(Callback):
         self._give_own_order(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._give_own_order(trainer)  # of loaders that were made anew
+        self._give_own_order(trainer)  # loaders may be new
 
     def on_train_batch_end(
         self,
@@ -129,7 +130,7 @@ class DiLoCoCallback(Callback):
             logger.info("The Trainer stops: %s", reason)
             trainer.should_stop = True
             if reason.startswith("SIGTERM") and callable(self._theirs):
-                self._theirs(signal.SIGTERM, None)  # it ends the training in Lightning's way
+                self._theirs(signal.SIGTERM, None)  # Lightning's way to end the training
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(None)
@@ -146,15 +147,13 @@ class DiLoCoCallback(Callback):
         state = worker.state_dict()
         if self._processes is None:
             return state
-        # The Trainer writes what its first process has.
+        # The Trainer saves the state of its first process.
         states = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(state, states, group=self._processes)
         return {OF_EACH: states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = dict(state_dict)
-
-    # Behind them.
 
     def _leave(self, error: BaseException | None) -> None:
         if self.diloco is None or not self._is_in:
@@ -166,9 +165,9 @@ class DiLoCoCallback(Callback):
             self._give_sigterm_back()
 
     def _give_own_order(self, trainer: Trainer) -> None:
-        """Shuffle what the Trainer reads from seeds of this worker's.
+        """Shuffle the Trainer's data from seeds of this worker.
 
-        A loader that keeps its own state is left alone: it may go on within an epoch.
+        A loader that keeps its own state is left alone: it may resume within an epoch.
         """
         worker, given = self.diloco, trainer.train_dataloader
         if worker is None or worker.config is None or not self._shard_data:
@@ -176,16 +175,12 @@ class DiLoCoCallback(Callback):
         if given is self._ordered:
             return
         self._ordered = given
-        loaders = [each for each in _flat(given) if not hasattr(each, "state_dict")]
+        flat = CombinedLoader(given).flattened  # of one loader, or several in lists and dicts
+        loaders = [each for each in flat if not hasattr(each, "state_dict")]
         is_changed = give_own_order(loaders, lambda: worker.shard)
-        # Processes of a loader have taken the first batches of the old order by now.
+        # Processes of a loader have prefetched batches in the old order.
         if is_changed and any(getattr(each, "num_workers", 0) for each in loaders):
             iter(trainer.fit_loop._data_fetcher)
-
-    def _take_sigterm(self) -> None:
-        """Let the worker have the signal: Lightning's handler would not end a wait for a round."""
-        if threading.current_thread() is threading.main_thread():
-            self._theirs = signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _give_sigterm_back(self) -> None:
         if self._theirs is not None:
@@ -193,13 +188,8 @@ class DiLoCoCallback(Callback):
             self._theirs = None
 
 
-def _flat(loaders: Any) -> list[Any]:
-    """The loaders in what a Trainer was given: one, or several in lists and dicts."""
-    return list(CombinedLoader(loaders).flattened)
-
-
 def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:
-    """Write a checkpoint beside those of the Trainer, if it keeps any, and say so to the operator."""
+    """Write a checkpoint beside those of the Trainer, if it keeps any, and notify the operator."""
     keeper = trainer.checkpoint_callback
     if isinstance(keeper, ModelCheckpoint) and keeper.dirpath is not None:
         trainer.save_checkpoint(Path(keeper.dirpath, f"asked-step={trainer.global_step}.ckpt"))
@@ -207,11 +197,11 @@ def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:
 
 
 def _require_whole_model(trainer: Trainer) -> None:
-    """Raise UsageError where a model is cut up, or stepped without torch's hooks."""
+    """Raise UsageError where a model is sharded, or stepped without torch's hooks."""
     strategy = type(trainer.strategy).__name__
     if any(name in strategy for name in REFUSED):
         raise UsageError(
-            f"The Trainer uses {strategy}, which cuts the model up or steps in a way of its own; "
-            'DiLoCoCallback needs the whole model in each process: use strategy="ddp", or train with a '
-            "loop of your own (docs/frameworks.md)."
+            f"The Trainer uses {strategy}, which shards the model or steps without torch's hooks; "
+            'DiLoCoCallback needs the whole model in each process: use strategy="ddp", or train with '
+            "your own loop (docs/frameworks.md)."
         )

@@ -1,32 +1,25 @@
-"""The model and the optimizers that a worker is made with: that they fit, and are in no run yet.
+"""Checks of the model and the optimizers that a worker is made with: they fit, and are in no run yet.
 
-One DiLoCoWorker takes part with a model at a time. Two would wait for each other: both are in the round,
-and the thread that waits for it with the one makes no step for the other. It happens where a notebook's
-cell is run again.
+A model is in a run with one DiLoCoWorker at a time. Two would deadlock: the thread that waits for the
+round of one makes no step for the other. It happens where a notebook's cell is run again.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from diloco_protocol import UsageError
 from diloco_worker.counted_steps import parameters_of
 from diloco_worker.model.model_manifest import unwrapped
-from diloco_worker.model.model_parts import parts_of
-from diloco_worker.settings import warn_once
-
-logger = logging.getLogger("diloco.worker")
+from diloco_worker.model.wrappers import parts_of
 
 # Optimizers around optimizers, at most.
 DEEPEST = 10
-# Modules of others whose optimizers hand their steps to DeepSpeed.
+# Modules of other libraries whose optimizers pass their steps to DeepSpeed.
 DEEPSPEED_WRAPPERS = {"accelerate.utils.deepspeed"}
 # Where torch keeps what `register_step_post_hook` was given; made by `Optimizer.__init__`.
 HOOKS = "_optimizer_step_post_hooks"
@@ -54,8 +47,8 @@ def check_pair(model: object, optimizer: object) -> tuple[nn.Module, tuple[Optim
                 "of them."
             )
         inner = _with_hooks(each)
-        is_stranger = ours.isdisjoint(parameters_of(each))
-        if is_stranger and any(parameter.requires_grad for parameter in parameters):
+        is_unrelated = ours.isdisjoint(parameters_of(each))
+        if is_unrelated and any(parameter.requires_grad for parameter in parameters):
             raise UsageError(
                 f"The optimizer ({type(each).__name__}) holds none of the model's parameters; make it "
                 "from model.parameters(), after the model has been moved or wrapped."
@@ -68,25 +61,24 @@ def check_pair(model: object, optimizer: object) -> tuple[nn.Module, tuple[Optim
 
 
 def refuse_deepspeed(*given: object) -> None:
-    """Raise UsageError for what DeepSpeed has made: no step hook of torch sees its steps."""
+    """Raise UsageError for objects of DeepSpeed: its steps call no step hook of torch."""
     for each in given:
         inner = each
         for _ in range(DEEPEST):
             modules = {base.__module__ for base in type(inner).__mro__}
             if any(m.split(".")[0] == "deepspeed" or m in DEEPSPEED_WRAPPERS for m in modules):
                 raise UsageError(
-                    f"{type(each).__name__} is of DeepSpeed, which keeps gradients and steps (and with "
-                    "ZeRO the parameters) in buffers of its own, where a worker cannot follow them; "
-                    "train with a torch.optim.Optimizer, without DeepSpeed."
+                    f"{type(each).__name__} belongs to DeepSpeed, which keeps gradients and steps in "
+                    "its own buffers; train with a torch.optim.Optimizer, without DeepSpeed."
                 )
             inner = vars(inner).get("optimizer") if hasattr(inner, "__dict__") else None
 
 
 def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """The first that has step hooks of its own, from the outermost wrapper inwards.
+    """The first with its own step hooks, from the outermost wrapper inwards.
 
-    Wrappers like Accelerate's are an Optimizer by type, hand each real step to `.optimizer`, and have
-    never called `Optimizer.__init__`.
+    Wrappers like Accelerate's are an Optimizer by type, pass each real step to `.optimizer`, and never
+    call `Optimizer.__init__`.
     """
     inner: object = optimizer
     for _ in range(DEEPEST):
@@ -110,66 +102,20 @@ def check_free(model: nn.Module) -> None:
         if pid == os.getpid():
             raise UsageError(
                 f"This model is in a run already, as worker {worker_id!r}; close() that DiLoCoWorker "
-                "before you make another one for it."
+                "before making another one for it."
             )
 
 
 def occupy(model: nn.Module, worker: object, worker_id: str) -> None:
-    """This worker takes part with this model; raises UsageError as `check_free` does."""
+    """Note that this model is in a run with this worker; raises UsageError as `check_free` does."""
     check_free(model)
     for part in parts_of(unwrapped(model)):
         _occupants[part] = (id(worker), worker_id, os.getpid())
 
 
 def vacate(model: nn.Module, worker: object) -> None:
-    """This worker has left, if it was ever in."""
+    """Note that this worker left."""
     for part in parts_of(unwrapped(model)):
         number, *_ = _occupants.get(part, (0,))
         if number == id(worker):
             del _occupants[part]
-
-
-class Unstarted:
-    """Warns once where the script trains with a worker that was made and not started.
-
-    The optimizers hold this, not the worker, so the warning comes also where the script has dropped it.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], worker_id: str) -> None:
-        self.problem: str | None = None
-        self._model, self._worker_id = model, worker_id
-        self._is_over = False
-        self._hooks = [each.register_step_post_hook(self._after_step) for each in optimizers]
-
-    def over(self) -> None:
-        """The worker has been started or closed. Not for hooks, whose list they are called from."""
-        self._is_over = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def warn(self) -> None:
-        """The script trains."""
-        if self._is_over:
-            return
-        self._is_over = True
-        try:
-            check_free(self._model)
-        except UsageError:
-            return  # another worker is in a run with this model: this one was a first attempt
-        self.problem = (
-            f"DiLoCoWorker {self._worker_id!r} was made but not started, so this script trains alone "
-            "and sends nothing; train in `with DiLoCoWorker(...) as diloco:`, or call start() first."
-        )
-        warn_once(self.problem)
-
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._is_over and any(map(_may_move, optimizer.param_groups)):
-            self.warn()
-
-
-def _may_move(group: Mapping[str, Any]) -> bool:
-    """Whether a step may change parameters: readers of checkpoints step at a learning rate of 0."""
-    rate = group.get("lr", 1.0)
-    # One on an accelerator may not be read while a CUDA graph is captured.
-    return (isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) != 0

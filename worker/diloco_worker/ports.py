@@ -1,8 +1,7 @@
-"""A process that takes part in a run: what its hook asks of it, and the ports of its boundaries.
+"""The ports through which a boundary acts on the real model, link, script and log.
 
-The boundary (`sync.boundary`) decides, and acts through the ports: on the real model, link, script and
-log. Those of one of several ranks are in `group.ports`, those of several workers that one thread steps
-in `testing`. Belongs to the training thread.
+`sync.boundary` decides. The ports of one of several ranks are in `group.ports`, those of workers that
+one thread steps in turn in `testing`. All of it belongs to the training thread.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.merge import FragmentValues
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import MergeFailed, NonFinite, finish
-from diloco_worker.sync.state import SyncState
+from diloco_worker.sync.state import Options, SyncState
 from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
@@ -54,15 +52,15 @@ class RunFacts:
     """What a script may ask about the run."""
 
     stop_reason: str | None = None  # why the script should stop; None while it should not
-    is_over: bool = False  # the run is
-    save_order: int = 0  # the number of the newest order to save
+    is_over: bool = False  # whether the run is over
+    save_order: int = 0  # the number of the newest request to save
     progress: Progress = field(default_factory=Progress)
     loss: float | None = None  # mean of all workers, of the last round
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Participant:
-    """What a worker brings to a run."""
+    """The parts of a worker that joins a run."""
 
     server: Given
     worker_id: str
@@ -73,23 +71,23 @@ class Participant:
     audit: PushLog
     termination: Termination
     reports: Reports
-    metrics: SyncMetrics  # what happens is counted in them
-    publish: Callable[[bool], None]  # makes the next heartbeat; True: training waits
-    step: int  # optimizer steps when it joins
-    cycle_start: int  # those when the cycle of slots began
-    resumption: Resumption | None  # what to go on from; the model is as it was then
-    # Told of the link before it is started: from then on it has to be closed.
+    metrics: SyncMetrics  # updated by the boundaries
+    publish: Callable[[bool], None]  # sets the next heartbeat; True: training waits
+    step: int  # optimizer steps at joining
+    cycle_start: int  # optimizer steps when the cycle of slots began
+    resumption: Resumption | None  # the checkpoint to resume from; the model is loaded from it
+    # Called with the link before it is started: from then on the worker closes it.
     opened: Callable[[Any], None]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LocalPorts(Participant):
-    """`sync.ports.Ports` of a process that is a worker by itself, and what its hook calls."""
+    """`sync.ports.Ports` of a worker of one process, and what its hook calls."""
 
     link: Link
-    arrived: dict[int, Arrival]  # of each fragment, the version to begin with
+    arrived: dict[int, Arrival]  # by fragment, the version to begin with
     fragments: list[FragmentValues] = field(default_factory=list)
-    state: SyncState = field(init=False)  # what the boundary decides by
+    state: SyncState = field(init=False)  # the state of the boundaries
     has_left: bool = False
 
     def __post_init__(self) -> None:
@@ -98,9 +96,9 @@ class LocalPorts(Participant):
     # Before training.
 
     def begin(self) -> None:
-        """Stand on the run's parameters, or on those of a checkpoint that the run still knows."""
+        """Begin with the run's parameters, or with those of a checkpoint that fits the run."""
         terms, resumption = self.link.terms, self.resumption
-        self.resumption = None  # its values are not kept
+        self.resumption = None  # releases its values
         assert terms is not None
         layout = terms.layout
         self._frozen = self._take_frozen(layout.frozen)
@@ -138,33 +136,33 @@ class LocalPorts(Participant):
             finish(boundary.resume(self.state, resumption.place, self.cycle_start, arrivals))
 
     def _take_frozen(self, part: FragmentLayout) -> Held | None:
-        """Put the frozen parameters into the model, which keeps the only copy; returns their version."""
+        """Put the frozen parameters into the model, which has the only copy; returns their version."""
         if not part.chunks:
             return None
         (arrival,) = self.take([part.fragment])
         values = self.values_of(arrival)
-        if values is not None:  # else the script has loaded them
+        if values is not None:  # else the model has them
             self.tensors.put(values)
         self.set_base(part.fragment, None)
         return Held(arrival.version, arrival.released.ledger)
 
     def link_state(self) -> LinkState:
-        """How the link stands when training begins."""
+        """The state of the link when training begins."""
         return self._described()
 
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
-        """The versions of these fragments to begin with."""
+        """Take the versions of these fragments to begin with."""
         return [self.arrived.pop(fragment) for fragment in fragments]
 
     def values_of(self, arrival: Arrival) -> FlatState | None:
-        """The values of a version that has arrived, as far as they are this process's."""
+        """This process's values of an arrived version."""
         found: FlatState | None = arrival.values
         return found
 
     def stand_on(
         self, saved: Sequence[SavedFragment], layout: ModelLayout, config: RunConfig
     ) -> None:
-        """Training of each fragment goes on from here, with the model as it is now."""
+        """Make the values of each fragment, with the model as it is now."""
         self._constants = Constants(self.tensors)
         self.fragments = [
             FragmentValues(
@@ -183,18 +181,18 @@ class LocalPorts(Participant):
     def set_base(
         self, fragment: int, base: FlatState | None, came_as: FlatState | None = None
     ) -> None:
-        """Training of a fragment stands on these values from now on."""
+        """Set the values that the deltas of a fragment are measured from."""
         self.link.set_base(fragment, base, came_as)
 
     # What the hook calls.
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to do after this step."""
+        """Whether there is nothing to do after this step."""
         return not self.reports.pending and self.state.is_calm and not self.has_news()
 
     def run(self, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, T]]) -> T | None:
-        """Run a boundary for this call of the script; None once the worker has left."""
+        """Run a boundary for a call of the script; None once the worker has left."""
         if self.has_left:
             return None
         self.meet(call)
@@ -202,7 +200,7 @@ class LocalPorts(Participant):
         return finish(steps(self.state))
 
     def leave(self, *, hasty: bool) -> None:
-        """Wait for what is in flight."""
+        """Wait for pushes in flight."""
         self.has_left = True
         if not self.link.has_ended:
             finish(boundary.leave(self.state, hasty=hasty))
@@ -210,8 +208,7 @@ class LocalPorts(Participant):
     def saved(self) -> Plain | None:
         """Parameters and deltas for the checkpoint of a script.
 
-        None, with a warning, while a merge is broken off, or once the model has changed so much that the
-        run's tensors are not in it.
+        None, with a warning, while a merge is interrupted, or once the model lacks tensors of the run.
         """
         state, terms = self.state, self.link.terms
         assert terms is not None
@@ -219,21 +216,18 @@ class LocalPorts(Participant):
         try:
             problem = "A merge was interrupted; save again after the next step."
             sums = None if state.is_partial else self.checksums()
-        except UsageError as error:  # a script that saves must not end by it
+        except UsageError as error:  # saving must not end the script
             problem, sums = str(error), None
         if sums is None:
             logger.warning(
-                "%s Until then the worker's state does not contain the parameters: a worker that "
-                "resumes from it begins with the run's.",
+                "%s Until then the saved state has no parameters: a worker that resumes from it begins "
+                "with the run's.",
                 problem,
             )
             return None
         fragments = tuple(
             SavedFragment(
-                base,
-                each.base,
-                None if base.in_flight is None else each.delta,
-                each.saved_feedback,
+                base, each.base, None if base.in_flight is None else each.delta, each.saved_feedback
             )
             for base, each in zip(
                 state.training_bases(self.read_reports()), self.fragments, strict=True
@@ -244,7 +238,7 @@ class LocalPorts(Participant):
         return self.to_save(to_plain(resumption, self.tensors.manifest))
 
     def meet(self, call: str) -> None:
-        """The script makes this call now; the ranks of a worker make it together."""
+        """Called for each call of the script; the ranks of a worker synchronise here."""
 
     @property
     def is_asked(self) -> bool:
@@ -263,11 +257,11 @@ class LocalPorts(Participant):
         )
 
     def checksums(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of the model, for its checkpoint; raises UsageError where it is another model."""
+        """Checksums of the model; raises UsageError where it lacks tensors of the run."""
         return checksums(self.tensors)
 
     def to_save(self, plain: Plain) -> Plain:
-        """What this process saves of the worker's state."""
+        """This process's part of the saved state."""
         return plain
 
     # The link.
@@ -284,7 +278,7 @@ class LocalPorts(Participant):
         return self.poll()
 
     def _listen(self, seconds: float) -> None:
-        """Block until there may be something for `poll`."""
+        """Block until something arrives or changes, or for these seconds."""
         with self.termination.waiting():
             self.link.wait_for(lambda: self._has_arrivals or self._has_changed, seconds)
 
@@ -372,5 +366,5 @@ class LocalPorts(Participant):
         self.audit.ended(push_id, fragment, version, why)
 
 
-# By the address of a broker of this process, what makes the ports of its workers; see `testing`.
+# By address of a broker in this process, what makes the ports of its workers; see `testing`.
 PORTS: dict[str, Callable[..., LocalPorts]] = {}

@@ -13,9 +13,8 @@ from diloco_worker.session.session import Session
 from diloco_worker.sync.boundary import after_step, poll
 from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import NonFinite, Ports
-from diloco_worker.sync.state import SyncState
+from diloco_worker.sync.state import Options, SyncState
 from diloco_worker.transport.executor import Executor
 from diloco_worker.transport.inbox import Inbox
 

@@ -9,9 +9,9 @@
     {"event": "left", "worker": "a", "step": 4213}
 
 A version is run, counter and tag; ids are hexadecimal. "frozen" is written before anything of the push
-is sent. Each line is one write to a file opened for appending, so it is whole, it outlives kill -9, and
-several workers of one host may share a file. A worker that goes on from a checkpoint may
-log "counted" again for a push that was logged so before its restart.
+is sent. Each line is one write to a file opened for appending, so it is complete, it survives kill -9,
+and several workers of one host may share a file. A worker that resumes from a checkpoint may log
+"counted" again for a push.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ logger = logging.getLogger("diloco.worker")
 
 
 class PushLog:
-    """See the head of this module. Any thread may write. Raises UsageError where the file cannot be.
-
-    Without a path nothing is written.
+    """The audit log; without a path nothing is written. Any thread may write. Raises UsageError where
+    the file cannot be opened.
     """
 
     def __init__(self, path: str | Path | None, worker_id: str) -> None:
@@ -59,7 +58,7 @@ class PushLog:
         self._write("frozen", push_id=as_hex(push.push_id), fragment=push.fragment, **about)
 
     def ended(self, push_id: int, fragment: int, version: VersionId | None, why: str) -> None:
-        """It is in this version, or in none, and why."""
+        """The push is in this version, or in none, and why."""
         event = "dropped" if version is None else "counted"
         about = {"why": why} if version is None else {"version": version.plain()}
         self._write(event, push_id=as_hex(push_id), fragment=fragment, **about)
@@ -82,9 +81,9 @@ class PushLog:
         line = json.dumps({"event": event, "worker": self._worker_id, **fields}) + "\n"
         try:
             os.write(self._file, line.encode())
-        except OSError as error:  # a full disk ends no training
+        except OSError as error:  # a full disk must not end the training
             logger.warning(
-                "The audit log %s could not be written (%s) and is not written any more.",
+                "The audit log %s could not be written (%s); it ends here.",
                 self._path,
                 error.strerror,
             )

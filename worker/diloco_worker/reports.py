@@ -1,4 +1,4 @@
-"""What the training loop tells of itself: loss and counts, gathered without slowing it down."""
+"""The script's reports, loss and counts, gathered without slowing down the training loop."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from diloco_worker.session.news import Work
 
 logger = logging.getLogger("diloco.worker")
 
-# Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
+# Seconds between two reads of a loss on an accelerator, which wait for its kernels.
 LOOK_S = 5.0
 
 
 class Reports:
     """The latest loss, and the tokens and samples so far.
 
-    Values on the CPU are read at once. Values on an accelerator are kept as they are and read every few
-    seconds and at boundaries, so that reporting does not make the host wait at each step. A loss may be
-    NaN or infinite, which displays show; a count may not.
+    Values on the CPU are read at once. Values on an accelerator are kept and read every few seconds and
+    at boundaries, so that a report does not wait for its kernels. A loss may be NaN or infinite; a
+    count may not.
     """
 
     def __init__(self) -> None:
@@ -37,21 +37,13 @@ class Reports:
 
     @property
     def totals(self) -> Work:
-        """What has been reported up to now, without the steps."""
+        """All reports so far, without the steps."""
         return Work(loss=self.loss, **self.counts)
 
     def add(
-        self,
-        loss: float | Tensor | None,
-        tokens: int | Tensor | None,
-        samples: int | Tensor | None,
+        self, loss: float | Tensor | None, tokens: int | Tensor | None, samples: int | Tensor | None
     ) -> None:
-        """Take a report. Changes nothing where it raises.
-
-        Raises:
-            UsageError: a tensor that is not a single value, a value that is not a number, a count that
-                is negative, not finite or above `ranges.MOST`.
-        """
+        """Take a report; raises UsageError for an invalid value, and changes nothing then."""
         every = {"loss": loss, "tokens": tokens, "samples": samples}
         given: dict[str, object] = {n: value for n, value in every.items() if value is not None}
         later: dict[str, Tensor] = {}
@@ -69,7 +61,7 @@ class Reports:
             self.pending[name] = new.clone() if earlier is None else earlier + new
 
     def _read(self, name: str, value: object) -> float:
-        """A loss, or what a count will be with this value; raises UsageError."""
+        """A loss, or the total of a count with this value; raises UsageError."""
         number = _number(name, value)
         if name == "loss":
             return number
@@ -92,7 +84,7 @@ class Reports:
                 self.counts[name] = int(value)
 
     def read(self, now: float, *, at_once: bool = False) -> None:
-        """Bring loss and counts up to date if it is time to. What makes no sense is dropped."""
+        """Read pending values if it is time to. Invalid ones are dropped."""
         if not at_once and now - self._read_at < LOOK_S:
             return
         self._read_at = now
@@ -119,7 +111,7 @@ def _is_on_accelerator(name: str, value: Tensor) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    """The number in a scalar of Python, torch or NumPy, whole ones as they are; raises UsageError."""
+    """The number in a scalar of Python, torch or NumPy; raises UsageError."""
     try:
         number = value.item() if hasattr(value, "item") else value
         if isinstance(number, int) and name != "loss":

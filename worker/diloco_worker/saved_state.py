@@ -1,8 +1,8 @@
-"""The dict that a script keeps of a worker: its counters, and what it resumes from as plain values.
+"""The dict that a script saves of a worker: its counters, and the state to resume from, as plain values.
 
-Only texts, numbers, lists, dicts and tensors: `torch.load(..., weights_only=True)` reads it. Ids of 64
-bits are hexadecimal texts. Base tensors are copies; those of an in-flight push are shared,
-since they are never written to.
+Texts, numbers, lists, dicts and tensors, so `torch.load(..., weights_only=True)` reads it. Ids of 64
+bits are hexadecimal texts. Base tensors are copies; those of an in-flight push are shared, since they
+are never written to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.ranges import MOST
-from diloco_protocol.records import from_plain, plain_fields
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.model.checksums import differing
@@ -40,7 +39,7 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.saved_share import states_in
 from diloco_worker.model.spread.shares import overlaps, piece_name, tensor_name
-from diloco_worker.session.compatibility import Terms, cut, why_unsound
+from diloco_worker.session.compatibility import Terms, cut
 from diloco_worker.session.downloads import Held
 from diloco_worker.session.news import Work
 from diloco_worker.sync.fragment import Dropped, InFlight, TrainingBase
@@ -51,7 +50,7 @@ from diloco_worker.sync.schedule import SchedulePlace
 
 @dataclass(frozen=True)
 class SavedFragment:
-    """One fragment as training stands on it."""
+    """The training state of one fragment."""
 
     base: TrainingBase
     values: FlatState  # of the base
@@ -61,19 +60,19 @@ class SavedFragment:
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a worker goes on from."""
+    """What a worker resumes from."""
 
     worker_id: str
-    terms: Terms  # how the run was trained and the model cut
-    place: SchedulePlace  # in the cycle of slots and the sequence of rounds
-    frozen: Held | None  # the version of the frozen parameters, where there are any
+    terms: Terms
+    place: SchedulePlace
+    frozen: Held | None  # the version of the frozen parameters, if any
     fragments: tuple[SavedFragment, ...]  # in order
-    # Of the pieces of the model's tensors, by name (`model.checksums`).
+    # By name, of the pieces of the model's tensors (`model.checksums`).
     checksums: Mapping[str, tuple[int, ...]]
 
     @property
     def held(self) -> dict[int, Held]:
-        """By fragment, the versions that are held."""
+        """By fragment, the held versions."""
         held = {
             part.fragment: Held(each.base.version, each.base.ledger)
             for part, each in zip(self.terms.layout.fragments, self.fragments, strict=True)
@@ -84,12 +83,12 @@ class Resumption:
 
     @property
     def states(self) -> dict[int, FlatState]:
-        """By fragment, the values of these versions; frozen ones are in the model."""
+        """By fragment, the values of these versions; the model has the frozen ones."""
         return {each.values.layout.fragment: each.values for each in self.fragments}
 
     @property
     def moment(self) -> list[Any]:
-        """Plain values that no other moment of any worker has."""
+        """Plain values that identify the moment of saving."""
         bases = [each.base for each in self.fragments]
         pushes_in_flight = [base.in_flight and base.in_flight.push.push_id for base in bases]
         versions = [base.version.plain() for base in bases]
@@ -98,7 +97,7 @@ class Resumption:
     def check_model(self, tensors: ModelTensors) -> None:
         """Raise UsageError when this is not the model that the checkpoint was written with.
 
-        Its distance from the base would be pushed as if it had been trained.
+        Its distance from the base would be pushed as trained.
         """
         names = differing(tensors, self.checksums)
         if names:
@@ -110,36 +109,34 @@ class Resumption:
             )
 
 
-# Of this layout; another number is refused with a sentence.
+# The layout below; other numbers are refused.
 FORMAT = 2
 
 Plain = dict[str, Any]
-Vectors = Mapping[str, Tensor]  # of a share of a fragment, by segment
+Vectors = Mapping[str, Tensor]  # by segment
 
 logger = logging.getLogger("diloco.worker")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A dict that was loaded."""
+    """A loaded dict."""
 
     counters: SyncMetrics
     step: int  # optimizer steps so far
     cycle_start: int  # those when the cycle began
-    counts: dict[str, int]  # what was reported: tokens, samples
-    plain: object  # what the resumption was made of
-    resumption: Resumption | None  # what to go on from; None where the dict has only counters
+    counts: dict[str, int]  # reported tokens and samples
+    plain: object  # what the resumption was read from
+    resumption: Resumption | None  # None where the dict has only counters
 
     @classmethod
     def of(
         cls, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], tensors: ModelTensors | None
     ) -> Saved:
-        """Read a dict, or those that all processes of a worker have saved.
+        """Read a dict, or those that all processes of a worker saved.
 
-        A worker without a server has no tensors of a model that is to go on.
-
-        Raises:
-            UsageError: it is not one of ours, or of another model.
+        `tensors`: None for a worker without a server. Raises UsageError for a dict that is not one of
+        ours, or of another model.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states:
@@ -169,16 +166,15 @@ class Saved:
         return cls(counters, step, cycle_start, counts, carried or None, resumption)
 
     def resumption_of(self, chosen_id: str | None) -> Resumption | None:
-        """What a worker goes on from. It needs the id that it had: its pushes are known by it.
-
-        Where the script has chosen an id for it, it keeps that.
+        """What a worker resumes from. It needs its former id, by which its pushes are known; an id that
+        the script chose stays.
         """
         resumption = self.resumption
         if resumption is None or chosen_id in (None, resumption.worker_id):
             return resumption
         logger.warning(
             "The state is that of worker %r, this one is %r: it takes over the counters, and begins "
-            "with the run's parameters. Give it the same worker_id to go on.",
+            "with the run's parameters. Give it the same worker_id to resume.",
             resumption.worker_id,
             chosen_id,
         )
@@ -188,10 +184,10 @@ class Saved:
 def _counts(
     states: Sequence[Mapping[str, Any]], plains: Sequence[Any], tensors: ModelTensors | None
 ) -> dict[str, int]:
-    """The tokens and samples that this process goes on with.
+    """The tokens and samples that this process resumes with.
 
-    Those of all processes together are those of the worker. So where it is given the states of all, or
-    that of a worker of one, the process that leads counts them.
+    Those of all processes together are those of the worker. With the states of all, or that of a worker
+    of one process, the leader counts them.
     """
     is_shared = bool(plains) and all(
         isinstance(each, Mapping) and "share" in each for each in plains
@@ -206,153 +202,87 @@ def _counts(
 
 
 def _check_range(*numbers: object) -> None:
-    """Raise ValueError for a count that no message has room for."""
+    """Raise ValueError for a count that does not fit into a message."""
     for each in numbers:
         if isinstance(each, int) and not 0 <= each <= MOST:
             raise ValueError(f"{each:.6g} is not a count")
 
 
-# The state as plain values: `records` writes and reads these. Names of versions, ledgers and ids are as
-# `diloco_protocol.version` writes them into files.
+# The state as plain values. Versions, ledgers and ids are written as `diloco_protocol.version` does for
+# files.
 
-
-@dataclass(frozen=True)
-class _Push:
-    """An in-flight push."""
-
-    push_id: str
-    base: Any
-    wire_dtype: str
-    steps: int
-    tokens: int
-    samples: int
-    loss: float | None
-    norm: float | None
-    began: int
-    apply_at: int
-    wait_at: int
-    let_go: bool  # training has ceased to wait for it
-    wire: Vectors
-    frozen: Vectors | None
-    anchor: Vectors | None
-    # By chunk, the bytes of those in few bits, since another machine may round a scale otherwise.
-    # States of older releases lack them: they are encoded anew.
-    codes: Vectors | None = None
-    buffers: str = BUFFERS
-
-
-_OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
+_OF_WORK = ("steps", "tokens", "samples")
+_OF_PUSH = ("wire_dtype", *_OF_WORK, "loss", "norm")
 _OF_IN_FLIGHT = ("began", "apply_at", "wait_at")
-
-
-@dataclass(frozen=True)
-class _Dropped:
-    """A dropped push, chunks of which may have counted."""
-
-    push_id: str
-    versions: int
-    may_count: str | None = None  # a bitmap in hexadecimal digits; None: every chunk
-
-
-@dataclass(frozen=True)
-class _Fragment:
-    """What training of a fragment stands on."""
-
-    version: Any
-    ledger: Any
-    base: Vectors
-    steps: int
-    tokens: int
-    samples: int
-    flight: _Push | None
-    dropped: tuple[_Dropped, ...]
-    residual: Vectors | None = None
-    gains: tuple[Vectors, ...] = ()  # what the residual gains by chunks of the dropped pushes
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """The model and the run: what is read first, since the rest is cut by it."""
-
-    format: int
-    model: tuple[Any, ...]
-    config: Mapping[str, Any]
-    plan: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _State(_Terms):
-    worker_id: str
-    place: SchedulePlace
-    frozen: Any  # the version of the frozen parameters
-    fragments: tuple[_Fragment, ...]
-    checksums: Mapping[str, tuple[int, ...]]
 
 
 def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
     """A dict for a checkpoint."""
     frozen = resumption.frozen
-    state = _State(
-        FORMAT,
-        tuple((e.name, e.shape, e.dtype, e.kind, e.aliases) for e in manifest.entries),
-        asdict(resumption.terms.config),
-        resumption.terms.plan,
-        resumption.worker_id,
-        resumption.place,
-        None if frozen is None else frozen.version.plain(),
-        tuple(_plain_fragment(each) for each in resumption.fragments),
-        resumption.checksums,
-    )
-    return plain_fields(state, with_none=True)
+    return {
+        "format": FORMAT,
+        "model": [
+            [e.name, list(e.shape), e.dtype, e.kind.value, list(e.aliases)]
+            for e in manifest.entries
+        ],
+        "config": asdict(resumption.terms.config),
+        "plan": list(resumption.terms.plan),
+        "worker_id": resumption.worker_id,
+        "place": asdict(resumption.place),
+        "frozen": None if frozen is None else frozen.version.plain(),
+        "fragments": [_plain_fragment(each) for each in resumption.fragments],
+        "checksums": {name: list(sums) for name, sums in resumption.checksums.items()},
+    }
 
 
-def _plain_fragment(fragment: SavedFragment) -> _Fragment:
+def _plain_fragment(fragment: SavedFragment) -> Plain:
     base, feedback = fragment.base, fragment.feedback
     gains = () if feedback is None else [feedback.dropped[each.push_id] for each in base.dropped]
-    return _Fragment(
-        base.version.plain(),
-        base.ledger.plain(in_hex=True),
-        _vectors_of(fragment.values, copy=True),
-        base.work.steps,
-        base.work.tokens,
-        base.work.samples,
-        _plain_push(base.in_flight, fragment.delta),
-        tuple(
-            _Dropped(as_hex(each.push_id), each.versions, each.may_count.to_bytes().hex())
+    return {
+        "version": base.version.plain(),
+        "ledger": base.ledger.plain(in_hex=True),
+        "base": _vectors_of(fragment.values, copy=True),
+        **{name: getattr(base.work, name) for name in _OF_WORK},
+        "flight": _plain_push(base.in_flight, fragment.delta),
+        "dropped": [
+            {
+                "push_id": as_hex(each.push_id),
+                "versions": each.versions,
+                "may_count": each.may_count.to_bytes().hex(),
+            }
             for each in base.dropped
-        ),
-        None if feedback is None else _vectors_of(feedback.residual),
-        tuple(map(_vectors_of, gains)),
-    )
+        ],
+        "residual": None if feedback is None else _vectors_of(feedback.residual),
+        "gains": [_vectors_of(each) for each in gains],
+    }
 
 
-def _plain_push(in_flight: InFlight | None, delta: DeltaValues | None) -> _Push | None:
+def _plain_push(in_flight: InFlight | None, delta: DeltaValues | None) -> Plain | None:
     """Its vectors are not copied, since they are never written to."""
     if in_flight is None:
         return None
     assert delta is not None
     push, wire = in_flight.push, delta.wire
-    figures: Plain = {name: getattr(push, name) for name in _OF_PUSH}
-    moments: Plain = {name: getattr(in_flight, name) for name in _OF_IN_FLIGHT}
-    return _Push(
-        as_hex(push.push_id),
-        in_flight.base.plain(),
-        **figures,
-        **moments,
-        let_go=in_flight.is_detached,
-        wire=_vectors_of(wire),
-        frozen=None if delta.frozen is None else _vectors_of(delta.frozen),
-        anchor=None if delta.anchor is None else _vectors_of(delta.anchor),
-        codes=_codes_of(wire) if isinstance(wire, InFewBits) else None,
-        buffers=push.buffers,
-    )
+    return {
+        "push_id": as_hex(push.push_id),
+        "base": in_flight.base.plain(),
+        **{name: getattr(push, name) for name in _OF_PUSH},
+        **{name: getattr(in_flight, name) for name in _OF_IN_FLIGHT},
+        "let_go": in_flight.is_detached,
+        "wire": _vectors_of(wire),
+        "frozen": None if delta.frozen is None else _vectors_of(delta.frozen),
+        "anchor": None if delta.anchor is None else _vectors_of(delta.anchor),
+        # By chunk, the bytes of those that are quantized: another machine may round a scale otherwise.
+        "codes": _codes_of(wire) if isinstance(wire, InFewBits) else None,
+        "buffers": push.buffers,
+    }
 
 
 def _codes_of(wire: InFewBits) -> Vectors:
-    indexes = [span.index for span in wire.layout.spans if span.segment is Segment.PARAMETERS]
     return {
-        str(index): torch.frombuffer(bytearray(wire.chunk(index)), dtype=torch.uint8)
-        for index in indexes
+        str(span.index): torch.frombuffer(bytearray(wire.chunk(span.index)), dtype=torch.uint8)
+        for span in wire.layout.spans
+        if span.segment is Segment.PARAMETERS
     }
 
 
@@ -361,13 +291,11 @@ def _vectors_of(state: FlatState, *, copy: bool = False) -> Vectors:
     return {s.value: vector.to("cpu", copy=copy) for s, vector in state.vectors.items()}
 
 
-def from_saved(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
-    """Read what `to_plain` has written, in each process of a worker, for this model.
-
-    Base tensors are copied.
+def from_saved(plains: Sequence[Any], tensors: ModelTensors) -> Resumption:
+    """Read what `to_plain` wrote, in each process of a worker, for this model. Copies base tensors.
 
     Raises:
-        UsageError: it is of another model or release, or not whole.
+        UsageError: it belongs to another model or release, or is incomplete.
     """
     try:
         return _resumption(plains, tensors)
@@ -375,130 +303,119 @@ def from_saved(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
         raise UsageError(f"This is not the state of a DiLoCoWorker: it lacks {error}.") from None
     except UsageError:
         raise
-    except Exception as error:  # noqa: BLE001  tensors of all kinds raise all kinds of errors
+    except Exception as error:  # noqa: BLE001  malformed values raise all kinds of errors
         text = f"{error!s:.300}".removesuffix(".")
         raise UsageError(f"This is not the state of a DiLoCoWorker: {text}.") from None
 
 
 def _resumption(plains: Sequence[Any], tensors: ModelTensors) -> Resumption:
-    for each in plains:
-        if not isinstance(each, dict):
-            raise TypeError(f"{each!r:.60} is not a dict")
-    if plains[0]["format"] != FORMAT:
+    first = plains[0]
+    if first["format"] != FORMAT:
         raise UsageError(
-            f"The worker's state has format {plains[0]['format']!r}, this release reads {FORMAT}; go on "
+            f"The worker's state has format {first['format']!r}, this release reads {FORMAT}; resume "
             "with the release that wrote it."
         )
-    terms = from_plain(_Terms, plains[0], "resume")
-    clauses = differences(tensors.manifest, _manifest(terms.model))
+    entries = (
+        TensorEntry(name, tuple(shape), dtype, Kind(kind), tuple(aliases))
+        for name, shape, dtype, kind, aliases in first["model"]
+    )
+    clauses = differences(tensors.manifest, Manifest(tuple(entries)))
     if clauses:
         raise UsageError(
             f"The worker's state is of another model than this one: {summarise(clauses)}."
         )
-    told = asdict(RunConfig(**terms.config))  # what a newer release has told is unknown
-    config, plan = from_plain(RunConfig, told, "config"), terms.plan
-    unsound = why_unsound(config, tensors.manifest)
-    if unsound is not None:
-        raise ValueError(unsound)
+    config, plan = RunConfig(**first["config"]), tuple(first["plan"])
     layout = cut(tensors.manifest, config, plan)
     tensors.set_layout(layout)
-    plain = tensors.part_of(plains, layout)
-    state = from_plain(_State, plain, "resume")
-    place = state.place
+    state = tensors.part_of(plains, layout)
+    place = SchedulePlace(**{name: int(value) for name, value in state["place"].items()})
     if not 0 <= place.slot < config.num_fragments <= place.sync_every:
         raise ValueError(f"slot {place.slot} of {config.num_fragments} in {place.sync_every} steps")
-    if len(state.fragments) != len(layout.fragments):
-        raise ValueError(f"{len(state.fragments)} fragments instead of {len(layout.fragments)}")
     fragments = tuple(
         _fragment(part, tensors.share_of(part), each, pinned=tensors.pins)
-        for part, each in zip(layout.fragments, state.fragments, strict=True)
+        for part, each in zip(layout.fragments, state["fragments"], strict=True)
     )
-    frozen = Held(VersionId.from_plain(state.frozen), Ledger()) if layout.frozen.chunks else None
-    runs = {each.base.version.run for each in fragments}
-    if len(runs | ({frozen.version.run} if frozen else set())) > 1:
-        raise ValueError(f"fragments of several runs, {', '.join(sorted(runs))}")
-    names: Iterable[str] = state.checksums  # of what another process has saved there are none here
-    if "share" not in plain:
+    frozen = Held(VersionId.from_plain(state["frozen"]), Ledger()) if layout.frozen.chunks else None
+    names: Iterable[str] = state["checksums"]  # without those that another process saved
+    if "share" not in state:
         names = [
             piece_name(place.entry.name, low, high)
             for part in layout.fragments
             for _, place, low, high in overlaps(part)
         ]
     return Resumption(
-        state.worker_id,
+        str(state["worker_id"]),
         Terms(config, plan, layout),
-        state.place,
+        place,
         frozen,
         fragments,
-        checksums={name: state.checksums[name] for name in names},
+        checksums={name: tuple(map(int, state["checksums"][name])) for name in names},
     )
 
 
 def _fragment(
-    part: FragmentLayout, share: FragmentLayout, saved: _Fragment, *, pinned: bool
+    part: FragmentLayout, share: FragmentLayout, saved: Plain, *, pinned: bool
 ) -> SavedFragment:
-    """`share` is what this process has of it."""
+    """`share`: this process's share of it."""
     values = FlatState.empty(share, pinned=pinned)
-    for segment, vector in _vectors(share, saved.base, "fp32").items():
+    for segment, vector in _vectors(share, saved["base"], "fp32").items():
         values.vectors[segment].copy_(vector)
     in_flight = delta = None
-    if saved.flight is not None:
-        in_flight, delta = _in_flight(part, saved.flight), _delta(share, saved.flight)
+    if saved["flight"] is not None:
+        in_flight, delta = _in_flight(part, saved["flight"]), _delta(share, saved["flight"])
     dropped = tuple(
         Dropped(
-            from_hex(each.push_id),
-            Bitmap.full(part.chunks)
-            if each.may_count is None
-            else Bitmap.from_bytes(bytes.fromhex(each.may_count), part.chunks),
-            each.versions,
+            from_hex(each["push_id"]),
+            Bitmap.from_bytes(bytes.fromhex(each["may_count"]), part.chunks),
+            int(each["versions"]),
         )
-        for each in saved.dropped
+        for each in saved["dropped"]
     )
-    version, ledger = VersionId.from_plain(saved.version), Ledger.from_plain(saved.ledger)
-    work = Work(saved.steps, saved.tokens, saved.samples)
+    version, ledger = VersionId.from_plain(saved["version"]), Ledger.from_plain(saved["ledger"])
+    work = Work(*(int(saved[name]) for name in _OF_WORK))
     base = TrainingBase(version, ledger, work, in_flight, dropped)
     return SavedFragment(base, values, delta, _feedback(share, saved, dropped))
 
 
 def _feedback(
-    share: FragmentLayout, saved: _Fragment, dropped: Sequence[Dropped]
+    share: FragmentLayout, saved: Plain, dropped: Sequence[Dropped]
 ) -> SavedFeedback | None:
-    if saved.residual is None:
+    if saved["residual"] is None:
         return None
     of = replace(share, lengths={Segment.PARAMETERS: share.lengths[Segment.PARAMETERS]})
     residual, *gains = (
-        FlatState(share, _vectors(of, given, "fp32")) for given in (saved.residual, *saved.gains)
+        FlatState(share, _vectors(of, given, "fp32"))
+        for given in (saved["residual"], *saved["gains"])
     )
     pushes = [each.push_id for each in dropped]
     return SavedFeedback(residual, dict(zip(pushes, gains, strict=True)))
 
 
-def _in_flight(part: FragmentLayout, saved: _Push) -> InFlight:
-    figures: Plain = {name: getattr(saved, name) for name in _OF_PUSH}
-    moments: Plain = {name: getattr(saved, name) for name in _OF_IN_FLIGHT}
+def _in_flight(part: FragmentLayout, saved: Plain) -> InFlight:
     push = Push(
         session=b"",
-        push_id=from_hex(saved.push_id),
+        push_id=from_hex(saved["push_id"]),
         fragment=part.fragment,
         chunks=part.chunks,
-        base=VersionId.from_plain(saved.base),
+        base=VersionId.from_plain(saved["base"]),
         buffers=BUFFERS,
-        **figures,
+        **{name: saved[name] for name in _OF_PUSH},
     )
-    return InFlight(push, **moments, is_detached=saved.let_go)
+    moments: Plain = {name: int(saved[name]) for name in _OF_IN_FLIGHT}
+    return InFlight(push, **moments, is_detached=bool(saved["let_go"]))
 
 
-def _delta(share: FragmentLayout, saved: _Push) -> DeltaValues:
-    dtype = saved.wire_dtype
-    wire = _vectors(share, saved.wire, dtype)
+def _delta(share: FragmentLayout, saved: Plain) -> DeltaValues:
+    dtype = saved["wire_dtype"]
+    wire = _vectors(share, saved["wire"], dtype)
 
     def copy_of(given: Vectors | None) -> FlatState | None:
         return None if given is None else FlatState(share, _vectors(share, given, "fp32"))
 
     state = FlatState(share, wire, dtype)
     if in_few_bits(dtype):
-        state = InFewBits(share, wire, dtype, {}, _codes(share, saved.codes or {}, dtype))
-    return DeltaValues(state, copy_of(saved.frozen), copy_of(saved.anchor))
+        state = InFewBits(share, wire, dtype, {}, _codes(share, saved["codes"] or {}, dtype))
+    return DeltaValues(state, copy_of(saved["frozen"]), copy_of(saved["anchor"]))
 
 
 def _codes(share: FragmentLayout, given: Vectors, dtype: str) -> dict[int, memoryview]:
@@ -526,12 +443,3 @@ def _vectors(share: FragmentLayout, given: Vectors, dtype: str) -> dict[Segment,
             )
         found[segment] = vector.detach().cpu().contiguous()
     return found
-
-
-def _manifest(plain: Sequence[Any]) -> Manifest:
-    return Manifest(
-        tuple(
-            TensorEntry(name, tuple(shape), dtype, Kind(kind), tuple(aliases))
-            for name, shape, dtype, kind, aliases in plain
-        )
-    )

@@ -1,7 +1,7 @@
-"""What a script asks of its worker: keywords, options, and the DILOCO_* variables behind them.
+"""The settings of a worker: keywords, options, and the DILOCO_* variables behind them.
 
-Each keyword of `DiLoCoWorker` and each field of `WorkerOptions` has the variable DILOCO_<NAME>. What the
-script gives wins over its variable; an empty variable counts as not set.
+Each keyword of `DiLoCoWorker` and each field of `WorkerOptions` has the variable DILOCO_<NAME>. A value
+in the script wins over its variable; an empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("diloco.worker")
 
 PREFIX = "DILOCO_"
 SHARD_INDEX, NUM_SHARDS = "DILOCO_SHARD_INDEX", "DILOCO_NUM_SHARDS"
-# Variables of this project that are not keywords of a worker: of displays, launchers, tests.
+# Variables of displays, launchers and tests, which are not keywords of a worker.
 OTHER_VARIABLES = (
     "DILOCO_FEED",
     "DILOCO_UPDATE_SNAPSHOTS",
@@ -47,7 +47,7 @@ OTHER_VARIABLES = (
     "DILOCO_KERNELS",
     "DILOCO_SEED_OFFSET",
 )
-# What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
+# The rank of a process, as torchrun, Slurm, Open MPI and other MPI launchers name it.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # `handle_signals`: SIGTERM ends the script at once.
 EXIT = "exit"
@@ -55,30 +55,25 @@ EXIT = "exit"
 
 @dataclass(frozen=True)
 class Kind:
-    """What a keyword takes."""
+    """The values that a keyword takes."""
 
-    read: Callable[[str], Any]  # makes a value of a variable's text, or raises ValueError
-    what: str  # the end of the sentence "NAME is VALUE; it must be ..."
-    holds: Callable[[Any], bool]  # whether a value can work
+    read: Callable[[str], Any]  # parses a variable, or raises ValueError
+    what: str  # ends the sentence "NAME is VALUE; it must be ..."
+    holds: Callable[[Any], bool]  # whether a value is valid
 
 
 def keyword(kind: Kind, default: Any = None) -> Any:
-    """A field with a variable behind it. `default` holds where neither the script nor that says."""
+    """A field with a variable. `default` holds where neither is set."""
     return field(default=None, metadata={"kind": kind, "default": default})
 
 
 def whole(least: int) -> Kind:
-    """A whole number, at least this, that the wire has room for."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
-
-    return Kind(int, f"a whole number, {least} or more", holds)
-
-
-def _seconds(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value >= 0 and math.isfinite(value)
+    """A whole number, at least this, that fits on the wire."""
+    return Kind(
+        int,
+        f"a whole number, {least} or more",
+        lambda value: type(value) is int and least <= value <= MOST,
+    )
 
 
 def _truth(text: str) -> bool:
@@ -96,7 +91,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _plain(text: str) -> Any:
-    """The value of a configuration field that a variable names: a number, a truth value or a word."""
+    """The text as a number or a truth value, if it is one."""
     for read in (int, float, _truth):
         with contextlib.suppress(ValueError):
             return read(text)
@@ -104,23 +99,27 @@ def _plain(text: str) -> Any:
 
 
 def _is_small_dict(value: Any) -> bool:
+    """Whether it maps texts to texts and numbers that fit on the wire."""
+
+    def can_be_sent(value: Any) -> bool:
+        if isinstance(value, str):
+            return not any("\ud800" <= each <= "\udfff" for each in value)  # surrogates
+        return isinstance(value, float | None) or (isinstance(value, int) and abs(value) <= MOST)
+
     return isinstance(value, Mapping) and all(
-        isinstance(key, str) and _can_be_sent(key) and _can_be_sent(item)
+        isinstance(key, str) and can_be_sent(key) and can_be_sent(item)
         for key, item in value.items()
     )
 
 
-def _can_be_sent(value: Any) -> bool:
-    """Whether it is a text or a number that the wire has room for."""
-    if isinstance(value, str):
-        return not any("\ud800" <= each <= "\udfff" for each in value)  # halves of characters
-    if isinstance(value, int):
-        return abs(value) <= MOST
-    return isinstance(value, float | None)
-
-
 SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
-SECONDS = Kind(float, "a number, 0 or more", _seconds)
+SECONDS = Kind(
+    float,
+    "a number, 0 or more",
+    lambda value: (
+        isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
+    ),
+)
 ADDRESS = Kind(
     str,
     address_file.ADDRESS,
@@ -164,7 +163,7 @@ T = TypeVar("T")
 
 
 def suggesting(function: Callable[P, T]) -> Callable[P, T]:
-    """Let this function raise UsageError for an unknown keyword, with the nearest that it has."""
+    """Raise UsageError for an unknown keyword of this function, with the nearest known one."""
     known = sorted(inspect.signature(function).parameters.keys() - {"self"})
     owner = function.__qualname__.removesuffix(".__init__")
 
@@ -184,9 +183,9 @@ def _suggesting_class(cls: type[T]) -> type[T]:
 @_suggesting_class
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What few scripts set: `DiLoCoWorker(..., options=WorkerOptions(audit="audit.jsonl"))`.
+    """Rarely used settings: `DiLoCoWorker(..., options=WorkerOptions(audit="audit.jsonl"))`.
 
-    A field that is None takes what its variable DILOCO_<FIELD> says, else the default named here.
+    A field that is None takes the value of its variable DILOCO_<FIELD>, else the default named here.
 
     Attributes:
         heartbeat_interval: seconds, 0: none. Default: 30, or a third of what the broker tolerates if
@@ -197,14 +196,14 @@ class WorkerOptions:
         tied: with a `process_group`, groups of names of one tensor that several parts of a pipeline
             have. Default: none.
         extra: a small dict, shown in displays. Default: empty.
-        pin_memory: False leaves memory of the host unpinned that a CUDA device is copied to or from.
+        pin_memory: False: host memory that is copied to or from a CUDA device is not pinned.
             Default: pinned where the model is on one.
         keep_global_on: where the global parameters are kept in fp32: "cpu", the default, or "cuda", on
             the model's device.
         handle_signals: what SIGTERM does. True, the default: `should_stop` becomes True, boundaries no
-            longer wait, and a script that makes two more steps is ended by SystemExit behind the second.
-            "exit": SystemExit at once, for scripts that never look at `should_stop` and whose steps are
-            long. False: SIGTERM is left alone.
+            longer wait, and SystemExit is raised after the second step from then on. "exit": SystemExit
+            at once, for scripts that never read `should_stop` and have long steps. False: SIGTERM is not
+            handled.
         audit: a file that gets a JSON line for each push. Default: none.
         tensor_threads: threads that encode deltas in few bits on the host, the sending one among
             them, to the same bits. Default: one less than there are cores, from 1 to 4.
@@ -224,7 +223,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class Settings(WorkerOptions):
-    """All that a worker is asked for: the keywords of `DiLoCoWorker` beside its options."""
+    """All settings of a worker: the keywords of `DiLoCoWorker` and its options."""
 
     server: Given | None = keyword(ADDRESS)  # noqa: RUF009  a field
     sync_every: int | None = keyword(whole(1))
@@ -236,25 +235,25 @@ class Settings(WorkerOptions):
 
     @property
     def wants(self) -> dict[str, Any]:
-        """What the broker compares with its configuration when this worker joins."""
+        """What the broker compares with its configuration at joining."""
         own = {"sync_every": self.sync_every, "wire_dtype": self.wire_dtype}
         asked = {**own, **(self.expect or {})}
         return {name: value for name, value in asked.items() if value is not None}
 
 
 OPTIONS = [each.name for each in fields(WorkerOptions)]
-# Of `DiLoCoWorker`, besides what it trains.
+# Keywords of `DiLoCoWorker` besides model and optimizer.
 KEYWORDS = {each.name for each in fields(Settings)} - {*OPTIONS} | {"process_group", "options"}
-# What `expect` may name: a worker may have an H and a wire dtype of its own, by keywords.
+# Keys of `expect`. H and the wire dtype may differ from the run's, by keywords.
 EXPECTABLE = {each.name for each in fields(RunConfig)} - KEYWORDS
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each DILOCO_* variable that is set and that nothing in this project reads."""
+    """A sentence for each DILOCO_* variable that is set and unknown."""
     ours = [PREFIX + each.name.upper() for each in fields(Settings)]
     known = {*ours, *OTHER_VARIABLES, *(PREFIX + name.upper() for name in MOVED_TO_EXPECT)}
     return [
-        f"{name} is set, but there is no such variable{did_you_mean(name.upper(), ours)} "
+        f"{name} is set, but unknown{did_you_mean(name.upper(), ours)} "
         "docs/training-script.md has the list."
         for name in sorted(environ.keys() - known)
         if name.startswith(PREFIX) and environ[name].strip()
@@ -267,34 +266,31 @@ def warn_of_silence(server: Given | None) -> None:
         warn_once(sentence)
     if server is None:
         warn_once(
-            "There is no server= and no DILOCO_SERVER, so this worker trains alone; give the broker's "
-            "address, tcp://HOST:PORT, to take part in a run."
+            "Without server= or DILOCO_SERVER this worker trains alone; give the broker's address, "
+            "tcp://HOST:PORT, to take part in a run."
         )
 
 
 def warn_once(sentence: str) -> None:
-    """Warn once in a process, and only in the first of the processes that a launcher has started.
-
-    A warning is seen without logging being set up.
-    """
+    """Warn once in a process, and only in the first process of a launcher."""
     rank = next((os.environ[name] for name in RANKS if os.environ.get(name)), "0")
     say_once(sentence, logging.WARNING if rank == "0" else logging.DEBUG)
 
 
 @cache
 def say_once(sentence: str, level: int) -> None:
-    """Log a sentence, unless this process has done so before."""
+    """Log a sentence once in this process."""
     logger.log(level, "%s", sentence)
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """Merge keywords (None where the script is silent) with the environment, and check each value.
+    """Merge keywords (None where not given) with the environment, and check each value.
 
     Args:
-        given: keywords of `DiLoCoWorker`, of which others than those of `Settings` are left alone.
+        given: keywords of `DiLoCoWorker`; those that `Settings` lacks are ignored.
 
     Raises:
-        UsageError: a value that cannot be read or cannot work, naming where it came from.
+        UsageError: an invalid value, naming where it came from.
     """
     environ = os.environ if environ is None else environ
     given = {**vars(options_of(given)), **given}
@@ -323,7 +319,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
 
 
 def handed_on(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a callback takes for its `DiLoCoWorker`; raises UsageError for unknown ones."""
+    """The keywords that a callback passes to its `DiLoCoWorker`; raises UsageError for unknown ones."""
     keywords = dict(given)
     _move_old_keywords(keywords)
     check_names(owner, "keyword", keywords, KEYWORDS)
@@ -331,11 +327,7 @@ def handed_on(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(given: Mapping[str, Any]) -> WorkerOptions:
-    """The options among the keywords, where they may be a mapping of fields too.
-
-    Raises:
-        UsageError: they are neither, or a field does not exist.
-    """
+    """The options among the keywords, also as a mapping of fields; raises UsageError otherwise."""
     options = given.get("options")
     if isinstance(options, Mapping):
         return WorkerOptions(**options)
@@ -345,7 +337,7 @@ def options_of(given: Mapping[str, Any]) -> WorkerOptions:
 
 
 def check(value: object, kind: Kind, source: str) -> None:
-    """Raise UsageError for a value that cannot work, naming where it came from."""
+    """Raise UsageError for an invalid value, naming where it came from."""
     if not kind.holds(value):
         raise _wrong(source, value, kind)
 
@@ -354,14 +346,14 @@ def _wrong(source: str, value: object, kind: Kind) -> UsageError:
     return UsageError(f"{source} is {value!r:.80}; it must be {kind.what}.")
 
 
-# Keywords that have moved, and their variables: they work until release 1.0.
+# Moved keywords, and their variables: they work until release 1.0.
 
-# From `DiLoCoWorker` to its `expect`; `dylu` as well, where it was True. The others went to `options`.
+# Moved from `DiLoCoWorker` to its `expect`, as `dylu=True`. The others moved to `options`.
 MOVED_TO_EXPECT = ("num_fragments", "fragment_sync_delay", "fragment_update_alpha")
 
 
 def takes_old_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Let `DiLoCoWorker.__init__` take keywords that have moved."""
+    """Let `DiLoCoWorker.__init__` take moved keywords."""
 
     @wraps(function)
     def moving(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -372,7 +364,7 @@ def takes_old_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _move_old_keywords(given: dict[str, Any]) -> None:
-    """Put keywords that have moved where they belong now, each with a DeprecationWarning."""
+    """Put moved keywords where they belong now, each with a DeprecationWarning."""
     for name in [each for each in given if each in (*MOVED_TO_EXPECT, *OPTIONS)]:
         value = given.pop(name)
         if name in MOVED_TO_EXPECT or (name == "dylu" and value):
@@ -381,50 +373,50 @@ def _move_old_keywords(given: dict[str, Any]) -> None:
         else:
             given["options"] = replace(options_of(given), **{name: value})
             now = f"options=WorkerOptions({name}={value!r:.40})"
-        # The script is above two functions of ours, and this one.
+        # Above this function and two of ours is the script.
         warnings.warn(f"{name} has moved; write {now}.", DeprecationWarning, stacklevel=4)
 
 
 def _old_variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What is expected by variables of keywords that have moved to `expect`."""
+    """The variables of keywords that moved to `expect`."""
     found = {}
     for name in MOVED_TO_EXPECT:
         variable = PREFIX + name.upper()
         if text := environ.get(variable, "").strip():
             found[name] = _plain(text)
-            warn_once(f"{variable} goes with release 1.0; set DILOCO_EXPECT={name}={text} instead.")
+            warn_once(
+                f"{variable} is deprecated until release 1.0; set DILOCO_EXPECT={name}={text} instead."
+            )
     return found
 
 
 def chosen_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Index and count of the share of the data that the environment names; None where it names none.
+    """Index and count of the data share in the environment; None where neither variable is set.
 
     Raises:
-        UsageError: one of the variables is missing, or they name no share.
+        UsageError: one of the variables is missing, or they are not a share.
     """
-    told = [environ.get(name, "").strip() for name in (SHARD_INDEX, NUM_SHARDS)]
-    if not any(told):
+    texts = [environ.get(name, "").strip() for name in (SHARD_INDEX, NUM_SHARDS)]
+    if not any(texts):
         return None
-    try:
-        index, count = (int(text) for text in told)
-    except ValueError:
-        index, count = -1, 0
-    if not 0 <= index < count:
-        raise UsageError(
-            f"{SHARD_INDEX} is {told[0]!r:.40} and {NUM_SHARDS} is {told[1]!r:.40}; they must be an "
-            "index from 0 and a number above it, or both be left out."
-        )
-    return index, count
+    with contextlib.suppress(ValueError):
+        index, count = map(int, texts)
+        if 0 <= index < count:
+            return index, count
+    raise UsageError(
+        f"{SHARD_INDEX} is {texts[0]!r:.40} and {NUM_SHARDS} is {texts[1]!r:.40}; they must be an index "
+        "from 0 and a number above it, or both be left out."
+    )
 
 
 def worker_keys(
     given: str | Path | None, chosen_id: str | None, *others: Role
 ) -> tuple[Keys | None, str | None]:
-    """The key that was given, and the worker id that goes with it.
+    """The key, and the worker id that belongs to it.
 
     Args:
-        chosen_id: the worker id that the script gives.
-        others: roles besides that of a worker that are allowed.
+        chosen_id: the worker id in the script.
+        others: roles that are allowed besides that of a worker.
 
     Raises:
         UsageError: a key that cannot be read, has another role, or belongs to another worker.
@@ -434,17 +426,17 @@ def worker_keys(
         return None, chosen_id
     role, name = keys.peer.role, keys.peer.name
     if role not in (Role.WORKER, *others):
-        raise UsageError(f"The key is that of {keys.peer}; training takes the key of a worker.")
+        raise UsageError(f"The key is that of {keys.peer}; training needs the key of a worker.")
     if role is Role.WORKER and chosen_id not in (None, name):
         raise UsageError(
-            f"worker_id is {chosen_id!r:.80}, but the key is that of {keys.peer}; leave worker_id out, "
-            "or take the other key."
+            f"worker_id is {chosen_id!r:.80}, but the key is that of {keys.peer}; leave out worker_id, "
+            "or use the other key."
         )
     return keys, name if role is Role.WORKER else chosen_id
 
 
 def host_name() -> str:
-    """That of this machine, fit for a worker id."""
+    """The name of this machine, as part of a worker id."""
     return "".join(c for c in socket.gethostname() if c.isprintable())[:50] or "worker"
 
 

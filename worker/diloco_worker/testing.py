@@ -4,17 +4,16 @@
         one = DiLoCoWorker(model, optimizer, server=run.server)
         ...
 
-The broker and the workers are the real ones; they speak over files of a temporary folder (Unix domain
-sockets). Workers may be stepped in turn by one thread, or each by its own thread (`LocalRun.train`).
+Broker and workers are the real ones; they communicate over Unix domain sockets in a temporary folder.
+One thread may step several workers in turn, or each has its own thread (`LocalRun.train`).
 
-A boundary waits until the other workers have pushed. A worker that the same thread steps would never
-get to push. So such a boundary is put off: it is suspended where it waits, the step returns, and the
-others make theirs. The last worker of the thread that pushes for a round waits for all of them, and
-every model is merged before any of them makes another step: each sees what it would have seen in a
-process of its own.
+A boundary waits until the other workers have pushed, which workers of the same thread could never do.
+So such a boundary is suspended where it waits, and the step returns. The last worker of the thread that
+pushes for a round waits for all of them, and every model is merged before any of them makes another
+step: each sees what it would have seen in its own process.
 
-A worker that is stepped before the others have pushed trains on with its delta in flight, and what it
-does meanwhile is kept on top of the merge, as when a network is down. A warning says so once.
+A worker that is stepped before the others have pushed trains on with its delta in flight, and its steps
+are kept on top of the merge, as when a network is down. A warning says so once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_protocol.errors import UsageError
 from diloco_worker.client import DiLoCoClient
 from diloco_worker.model.spread.ranks import LOAD
 from diloco_worker.ports import PORTS, LocalPorts
@@ -46,10 +44,10 @@ __all__ = ["LocalRun", "RunStalled"]
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-# For the others to end when a worker of `LocalRun.train` has failed. One that is about to join keeps
-# waiting for a broker; its thread is not joined.
+# For the others to end when a worker of `LocalRun.train` failed. One that is about to join waits for a
+# broker; its thread is not joined.
 END_WITHIN_S = 5.0
-# Seconds that the link of one worker is listened to before the next one's.
+# Seconds to listen to the link of one worker before the next one's.
 SLICE_S = 0.02
 
 
@@ -83,7 +81,7 @@ class LocalRun:
     def __init__(self, workers: int = 2, *, patience: float = PATIENCE_S, **options: Any) -> None:
         self._folder = TemporaryDirectory(prefix="diloco-")
         folder = Path(self._folder.name)
-        # Nobody can be on the way with an older run: the first worker's parameters are taken at once.
+        # No worker has an older run: take the first worker's parameters at once.
         is_auto = options.get("mode") == "async" or options.get("fragment_sync_delay") == "auto"
         options = {"recover_wait": 0.0, "deterministic": not is_auto, **options}
         try:
@@ -119,23 +117,20 @@ class LocalRun:
         with DiLoCoClient(self.server, timeout=self._patience) as client:
             return dict(client.pull().tensors)
 
-    def train(self, function: Callable[[int], T], workers: int | None = None) -> list[T]:
+    def train(self, function: Callable[[int], T]) -> list[T]:
         """Call `function(0)`, `function(1)`, ... at the same time, each in a thread; one per worker.
 
-        Each makes its model, optimizer and `DiLoCoWorker(server=run.server)`, and trains. Dice of torch
-        are common to all threads: give each its own `torch.Generator` where order matters.
+        Each makes its model, optimizer and `DiLoCoWorker(server=run.server)`, and trains. All threads
+        share torch's random numbers: give each its own `torch.Generator` where order matters.
 
         Returns:
-            What they have returned, in order.
+            Their results, in order.
 
         Raises:
             Exception: that of the first that failed; the run is stopped then, so the others end.
             RunStalled: no round has closed for `patience` seconds.
         """
-        count = self.broker.config.workers if workers is None else workers
-        if count < 1:
-            raise UsageError(f"workers is {count}; it must be 1 or more.")
-        futures = [_in_a_thread(function, number) for number in range(count)]
+        futures = [_in_a_thread(function, number) for number in range(self.broker.config.workers)]
         wait(futures, return_when="FIRST_EXCEPTION")
         failed = next((each for each in futures if each.done() and each.exception()), None)
         if failed is not None:
@@ -174,7 +169,7 @@ def _suspended() -> Generator[None, None, None]:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class InTurnPorts(LocalPorts):
-    """One of these workers, and its boundary that is put off, if any."""
+    """The ports of a worker that is stepped in turn, and its suspended boundary, if any."""
 
     turns: Turns
     thread: int = 0  # that steps it
@@ -184,7 +179,7 @@ class InTurnPorts(LocalPorts):
     has_warned: bool = False
 
     def begin(self) -> None:
-        # Its end waits no longer than the run may stall.
+        # Closing waits no longer than the run may stall.
         timeout = min(self.settings.timeout, 2 * self.turns.patience)
         self.settings = replace(self.settings, timeout=timeout)
         super().begin()
@@ -196,7 +191,7 @@ class InTurnPorts(LocalPorts):
         return False  # the others may have boundaries that can go on
 
     def run(self, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, T]]) -> T | None:
-        """Run a boundary up to where it waits for others of this thread; returns what it returns."""
+        """Run a boundary up to where it waits for others of this thread; returns its result."""
         self.thread = threading.get_ident()
         if call == LOAD or self.has_left:
             return super().run(call, steps)
@@ -227,17 +222,17 @@ class InTurnPorts(LocalPorts):
             self.suspends = False
 
     def is_over(self) -> bool:
-        """Whether the boundary that was put off, if any, has ended by now."""
+        """Resume the suspended boundary, if any; whether it has ended."""
         if self.boundary is not None:
             self.resume()
         return self.boundary is None
 
     def listen(self, seconds: float) -> None:
-        """Wait for news of this worker, and take them in. What goes wrong is this worker's own."""
+        """Wait for news of this worker, and handle them. Its errors are handled as in its own step."""
         try:
             self._listen(seconds)
             self.is_over()
-        except Exception as error:  # noqa: BLE001  as in a step of its own
+        except Exception as error:  # noqa: BLE001  as in its own step
             self.state.schedule.restart(self.state.step)
             self.trouble(f"Synchronising failed: {error!r}")
 
@@ -277,7 +272,7 @@ class Turns:
         return bool(self._of_this_thread())
 
     def run(self, worker: InTurnPorts, boundary: Coroutine[Any, Any, T]) -> T | None:
-        """Run a boundary of this worker, and those of others that can go on then."""
+        """Run a boundary of this worker, and those of others that can continue then."""
         if not worker.is_over():
             boundary.close()
             self._warn_of_overtaking(worker)
@@ -289,7 +284,7 @@ class Turns:
         return result
 
     def _wait(self) -> None:
-        """Let this thread's boundaries that wait for none of its own workers come to their end.
+        """Finish this thread's boundaries that wait for none of its own workers.
 
         There is one wherever all of them wait: of those the one in the earliest round.
         """

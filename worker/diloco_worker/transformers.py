@@ -3,9 +3,9 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[DiLoCoCallback("tcp://10.0.0.1:8512")])
     trainer.train()  # or trainer.train(resume_from_checkpoint=True)
 
-It joins when the Trainer has prepared model and optimizer and has loaded a checkpoint, and leaves when
-training ends. The steps that count are those of the optimizer inside Accelerate's, so accumulation and
-steps that a scaler skips come out right. Each checkpoint of the Trainer gets a file `diloco.pt`.
+It joins when the Trainer has prepared model and optimizer and loaded a checkpoint, and leaves when
+training ends. It counts the steps of the optimizer inside Accelerate's, so accumulation and steps
+skipped by a scaler come out right. Each checkpoint of the Trainer gets a file `diloco.pt`.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from diloco_worker.transport.broker_address import Given
 logger = logging.getLogger("diloco.worker")
 
 STATE_FILE = "diloco.pt"  # in a checkpoint of the Trainer
-# By model, the callback that is in a run with it: one whose training broke off has not left.
+# By model, the callback in a run with it; it has not left if training failed.
 _callbacks: weakref.WeakKeyDictionary[nn.Module, DiLoCoCallback] = weakref.WeakKeyDictionary()
 
 
 class DiLoCoCallback(TrainerCallback, ExportableState):
-    """See the head of this module.
+    """Makes a `Trainer` a worker of a run.
 
     Args:
-        server: the broker's address. Without one here and in DILOCO_SERVER nothing is done.
-        evaluate_global: the Trainer evaluates the global parameters that came last instead of this
-            worker's own; they are in the model while it is in evaluation mode.
-        shard_data: shuffle the training data from another seed than other workers do. False leaves the
-            seeds alone, for scripts that give each worker data of its own.
+        server: the broker's address. Without one here and in DILOCO_SERVER the callback does nothing.
+        evaluate_global: evaluate the global parameters received last instead of this worker's own; they
+            are in the model while it is in evaluation mode.
+        shard_data: shuffle the training data from another seed than other workers. False leaves the
+            seeds alone, for scripts that give each worker its own data.
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
-    Logged with what the Trainer logs, each as diloco/NAME: `round` of the run, `global_loss`, and of
-    this worker `pushes`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`.
+    Added to the Trainer's logs, each as diloco/NAME: `round` of the run, `global_loss`, and of this
+    worker `pushes`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`.
 
     With several processes (torchrun) all of them are one worker, as with `process_group="world"`.
 
     Raises:
-        UsageError: a keyword that DiLoCoWorker does not have. When training begins: what `DiLoCoWorker`
-            raises, or a Trainer with FSDP or DeepSpeed, or with two of these callbacks.
+        UsageError: an unknown keyword. When training begins: what `DiLoCoWorker` raises, or a Trainer
+            with FSDP, DeepSpeed or two of these callbacks.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         shard_data: bool = True,
         **keywords: Any,
     ) -> None:
-        self.diloco: DiLoCoWorker | None = None  # while training goes on, and after it
+        self.diloco: DiLoCoWorker | None = None  # None before training
         self.saved_in: str | None = None  # the last checkpoint
         self._given = handed_on("DiLoCoCallback", {"server": server, **keywords})
         self._evaluate_global = evaluate_global
         self._shard_data = shard_data
-        self._global_parameters = ExitStack()  # they are in the model until it is closed
+        self._global_parameters = ExitStack()  # in the model until it is closed
         self._shows_global = False
         self._hooks: list[Any] = []
         self._tokens = 0  # reported so far
@@ -81,11 +81,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     # The Trainer's events.
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **objects: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         self._comes_first(sys._getframe(1).f_locals.get("self"))
         model, optimizer = objects["model"], objects["optimizer"]
@@ -166,19 +162,13 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             aside = folder / f"{file}.new"
             torch.save(self.diloco.state_dict(), aside)
             os.replace(aside, folder / file)
-            self.diloco.saved()  # if an operator has asked
+            self.diloco.saved()
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._leave()  # which leaves the best model as it was loaded
+        self._leave()
         self._log_figures(state, {})
-
-    # What the Trainer writes into its checkpoint.
 
     def state(self) -> dict[str, Any]:
         given = {
@@ -189,27 +179,25 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         plain = json.loads(json.dumps(given, default=_plain))
         return {"args": plain, "attributes": {"saved_in": self.saved_in}}
 
-    # Behind them.
-
     @property
     def _is_in_a_run(self) -> bool:
         return self.diloco is not None and self.diloco.config is not None
 
     def _comes_first(self, handler: object) -> None:
-        """Stand before those that report to files and sites, which get the logs as they are then.
+        """Stand before the callbacks that report to files and sites, which copy the logs at once.
 
-        The Trainer gives callbacks no way to add to its logs, and none to the list that they are in.
+        The Trainer offers no way to add to its logs, nor access to the list of callbacks.
         """
         if not isinstance(handler, CallbackHandler):
             return
         if sum(isinstance(each, DiLoCoCallback) for each in handler.callbacks) > 1:
-            raise UsageError("The Trainer has two DiLoCoCallbacks; leave one of them out.")
+            raise UsageError("The Trainer has two DiLoCoCallbacks; remove one of them.")
         flow = [each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)]
         others = [each for each in handler.callbacks if each is not self and each not in flow]
         handler.callbacks = [*flow, self, *others]
 
     def _find(self, args: TrainingArguments, state: TrainerState) -> Path | None:
-        """Our file in the checkpoint that was loaded; the Trainer does not say which one it was."""
+        """The folder of the loaded checkpoint; the Trainer does not say which one it was."""
         record = state.stateful_callbacks.get(type(self).__name__, {})
         record = record[0] if isinstance(record, list) else record
         said = record.get("attributes", {}).get("saved_in")
@@ -236,7 +224,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self._shows_global = False
 
     def _log_figures(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        """Add this worker's figures to what is being logged, and to the last entry of the history."""
+        """Add this worker's figures to these logs, and to the last entry of the history."""
         if self.diloco is None:
             return
         found = figures(self.diloco)
@@ -262,7 +250,7 @@ def _plain(value: object) -> object:
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer saves what it has now."""
+    """The folder of a checkpoint that the Trainer saves now."""
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").resolve()
 
 
@@ -282,7 +270,7 @@ def _states_in(folder: Path) -> list[Path]:
 
 
 def _read(folder: Path, args: TrainingArguments) -> Any:
-    """What a process goes on from: its own state, or those of another number of processes."""
+    """The state of this process, or those of all where their number has changed."""
     own = folder / _state_file(args)
     files = [own] if own.exists() else _states_in(folder)
     states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
@@ -292,7 +280,7 @@ def _read(folder: Path, args: TrainingArguments) -> Any:
 def _require_one_training(args: TrainingArguments) -> None:
     """Raise UsageError where a launcher started several processes and each trains by itself.
 
-    They would all join under one name. The Trainer does that on machines without an accelerator.
+    All would join under one name. The Trainer does that on machines without an accelerator.
     """
     started = os.environ.get("WORLD_SIZE", "1")
     if args.world_size == 1 and started.isdigit() and int(started) > 1:
@@ -303,10 +291,10 @@ def _require_one_training(args: TrainingArguments) -> None:
 
 
 def _require_whole_model(args: TrainingArguments) -> None:
-    """Raise UsageError where the Trainer cuts the model up."""
+    """Raise UsageError where the Trainer shards the model."""
     how = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else ""
     if how:
         raise UsageError(
-            f"The Trainer uses {how}, which cuts the model up; DiLoCoCallback needs it whole in each "
-            f"process: leave {how} out, or train with a loop of your own (docs/frameworks.md)."
+            f"The Trainer uses {how}, which shards the model; DiLoCoCallback needs all of it in each "
+            f"process: train without {how}, or with your own loop (docs/frameworks.md)."
         )

@@ -30,30 +30,26 @@ class HandedOut:
 
 
 class UnitLine:
-    """Asks the broker for units. `take` may be called from any thread, the rest from training.
+    """Requests units. `take` may be called from any thread, the rest from training.
 
     Args:
-        is_alone: the worker was given no server.
+        is_alone: the worker has no server.
         leads: this process speaks to the broker for its worker.
         is_asked: whether this process is asked to end.
     """
 
     def __init__(
-        self,
-        *,
-        is_alone: bool,
-        leads: bool = True,
-        is_asked: Callable[[], bool] = lambda: False,
+        self, *, is_alone: bool, leads: bool = True, is_asked: Callable[[], bool] = lambda: False
     ) -> None:
         self.is_alone = is_alone
         self._leads = leads
         self._is_asked = is_asked
         self.link: Link | None = None  # None before the worker has started
-        # Data sets that were opened before the worker started: arguments of `take`.
+        # Arguments of `take` of data sets that were opened before the worker started.
         self._unchecked: list[tuple[str, int, int, int | None]] = []
         self._lock = threading.Lock()  # one request at a time
         self._requests = itertools.count(FIRST_REQUEST)
-        # By data set, tickets that training is in the middle of, and those of the coming step.
+        # By data set, tickets in training, and those that begin or end with the coming step.
         self._open: dict[str, set[int]] = {}
         self._begun: dict[str, list[int]] = {}
         self._ended: dict[str, list[int]] = {}
@@ -67,12 +63,8 @@ class UnitLine:
         return is_over or self._is_asked()
 
     def open(self, name: str, size: int, epochs: int, seed: int | None) -> None:
-        """Check with the broker that it hands out units of this data set; takes none.
-
-        Before the worker has started, `started` does so.
-
-        Raises:
-            UsageError: the broker refuses, with its sentence.
+        """Check with the broker, or in `started`, that it hands out units of this data set. Raises
+        UsageError.
         """
         if self.is_alone or not self._leads:
             return
@@ -82,13 +74,13 @@ class UnitLine:
             self.take(name, size, epochs, seed, 0)
 
     def started(self) -> None:
-        """Check the data sets that were opened before. Raises UsageError as `open` does."""
+        """Check the data sets that were opened before. Raises UsageError."""
         for each in self._unchecked:
             self.take(*each, 0)
         self._unchecked = []
 
     def take(self, name: str, size: int, epochs: int, seed: int | None, count: int) -> HandedOut:
-        """Ask for `count` units; waits for the broker as long as it takes. None come where none is free.
+        """Request `count` units; waits for the broker without a limit. None are free: an empty answer.
 
         Raises UsageError where the broker refuses, or the worker has not started.
         """
@@ -128,15 +120,15 @@ class UnitLine:
             self._ended.setdefault(name, []).append(ticket)
 
     def forget(self, name: str, ticket: int) -> None:
-        """Training is no longer in the middle of this unit."""
+        """Forget a unit that training dropped."""
         self._open.get(name, set()).discard(ticket)
 
     def is_dropped(self, name: str, ticket: int) -> bool:
-        """Whether this unit must not be trained on: it was given back, or other workers have it."""
+        """Whether this unit must not be trained on any more."""
         return self.link is not None and ticket in self.link.dropped_units.get(name, Spans())
 
     def stepped(self) -> None:
-        """An optimizer step has been taken."""
+        """An optimizer step was made."""
         begun, ended = self._begun, self._ended
         self._begun, self._ended, self.has_noted = {}, {}, False
         for name in begun.keys() | ended.keys():

@@ -1,7 +1,7 @@
 """Mixed precision and torch.compile: a scaler's skipped steps do not count, the compiled model is ours.
 
 diloco-broker serve --workers 2 --sync-every 20
-DILOCO_SERVER=tcp://127.0.0.1:8512 python amp_compile.py    # --no-compile where there is no compiler
+DILOCO_SERVER=tcp://127.0.0.1:8512 python amp_compile.py    # --no-compile without a compiler
 """
 
 import argparse

@@ -12,7 +12,6 @@ from diloco_protocol.errors import UsageError
 from diloco_tools.plan.answer import Answer, answer
 from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.simulated.costs import Costs
-from diloco_worker.doctor.round_cost import Exchange, Line, fragment_seconds
 
 # Work takes no time, and lines are shared evenly: what is left is bytes over rates.
 FREE = Costs(
@@ -90,11 +89,14 @@ def test_all_wait_for_the_worker_on_the_slowest_line() -> None:
 )
 @pytest.mark.parametrize("up", [0.3e6, 1e6])
 def test_closed_formula_of_one_worker_says_the_same(up: float, fields: dict[str, Any]) -> None:
-    """`round_cost`, which was written before the simulator and knows nothing of it."""
+    """The slower way and one chunk of the other, or both where pushes count whole; three round trips."""
     question = asked(broker_link=up * BYTE, **fields)
-    reply = 4.0 if question.reply_dtype == "fp32" else 2.0
-    exchange = Exchange(question.parameters, 2.0, reply, CHUNK_ELEMENTS, is_whole=question.is_whole)
-    expected = fragment_seconds(exchange, Line(up, up, question.delays[0]))
+    sent = 2.0 * question.parameters / up
+    received = sent * (2 if question.reply_dtype == "fp32" else 1)
+    chunks = question.parameters / CHUNK_ELEMENTS
+    streamed = max(sent + received / chunks, sent / chunks + received)
+    expected = sent + received if question.is_whole else streamed
+    expected += 3 * question.delays[0]
     assert answer(question, FREE).measured.exchange_s == pytest.approx(expected, rel=0.02)
 
 

@@ -17,7 +17,7 @@ from kit.process_kit import Child, Processes, wait_for
 pytest_plugins = ("kit.process_fixtures",)
 
 SERVER = ("--server", "127.0.0.1:1")
-# Shows what it was given, and ends as it is told to.
+# Prints its variables, and ends with the given code.
 SHOW = """
 import os, sys
 for name in sorted(os.environ):
@@ -25,7 +25,7 @@ for name in sorted(os.environ):
         print(name, "=", os.environ[name], flush=True)
 sys.exit(int(sys.argv[1]))
 """
-# Says which signals reach it; SIGTERM ends it with 7.
+# Prints the signals that it receives; SIGTERM ends it with 7.
 LISTEN = """
 import os, signal, sys
 wanted = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
@@ -37,7 +37,7 @@ while True:
     if number == signal.SIGTERM:
         sys.exit(7)
 """
-# Fails in its first two lives.
+# Fails twice.
 FAIL_TWICE = """
 import pathlib, sys
 lives = pathlib.Path("lives")
@@ -70,7 +70,7 @@ def host() -> str:
 
 
 @pytest.mark.parametrize(("address", "code"), [(SERVER, 0), (("127.0.0.1:1",), 42)])
-def test_exit_code_is_the_scripts(
+def test_exit_code_is_that_of_the_script(
     processes: Processes, tmp_path: Path, address: tuple[str, ...], code: int
 ) -> None:
     made = launch(processes, *address, "--", *script(tmp_path, SHOW), str(code))
@@ -80,9 +80,7 @@ def test_exit_code_is_the_scripts(
 
 
 @pytest.mark.slow
-def test_each_slot_and_each_shard_has_a_name_of_its_own(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_each_slot_and_each_shard_has_its_own_name(processes: Processes, tmp_path: Path) -> None:
     program = (*script(tmp_path, SHOW), "0")
     shards = ("--shard-index", "3", "--num-shards", "8")
     by_slot, by_shard, by_name = (
@@ -127,7 +125,7 @@ def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
         ((*SERVER, "--worker-id", "\x1b[2J"), "printable"),
     ],
 )
-def test_wrong_use_gets_a_sentence_before_anything_is_started(
+def test_wrong_usage_is_reported_before_anything_is_started(
     tmp_path: Path, words: tuple[str, ...], sentence: str
 ) -> None:
     program = (sys.executable, "-c", f"open({str(tmp_path / 'began')!r}, 'w')")
@@ -143,13 +141,15 @@ def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path
     for which in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         made.gets(which)
         made.says(f"got {which.name}")
-    assert made.ends() == 7, "its own exit code, and no restart of what was asked to end"
+    assert made.ends() == 7, "its own exit code, and no restart after a signal"
     assert made.output.count("got ") == 4
     assert made.output.count("listens") == 1
 
 
 @pytest.mark.slow
-def test_script_that_takes_no_signal_is_ended_by_it(processes: Processes, tmp_path: Path) -> None:
+def test_script_without_a_handler_is_ended_by_the_signal(
+    processes: Processes, tmp_path: Path
+) -> None:
     plain = "import signal; print('begins', flush=True)\nwhile True: signal.pause()"
     for which, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, plain))
@@ -158,9 +158,7 @@ def test_script_that_takes_no_signal_is_ended_by_it(processes: Processes, tmp_pa
         assert made.ends() == code
 
 
-def test_script_that_fails_is_started_again_after_a_pause(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_failed_script_is_restarted_after_a_pause(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--restarts", "2", *script(tmp_path, FAIL_TWICE))
     assert made.ends() == 0
     assert "restart 1 of 2 in 1 s" in made.output
@@ -168,7 +166,7 @@ def test_script_that_fails_is_started_again_after_a_pause(
     assert made.output.count("life ") == 3
 
 
-# As torchrun: it ends with 1 whatever its processes end with.
+# As torchrun: it exits with 1 whatever the codes of its processes.
 HIDE = """
 import os, subprocess, sys
 print("begins", flush=True)
@@ -181,23 +179,20 @@ sys.exit(1)
 
 @pytest.mark.parametrize(
     ("word", "options", "code"),
-    [
-        ("over", ("--over-is-success",), 0),
-        ("", ("--over-is-success",), 1),
-    ],
+    [("over", ("--over-is-success",), 0), ("", ("--over-is-success",), 1)],
 )
-def test_word_of_a_worker_counts_where_a_launcher_between_hides_its_exit_code(
+def test_end_file_counts_where_a_launcher_hides_the_exit_code(
     processes: Processes, tmp_path: Path, word: str, options: tuple[str, ...], code: int
 ) -> None:
     program = script(tmp_path, HIDE)
     made = launch(processes, *SERVER, *options, "--restarts", "1", "--", *program, word)
     assert made.ends() == code
     assert made.output.count("begins") == (1 if word else 2)
-    assert ("ended with code 1, taken for" in made.output) == bool(word)
+    assert ("ended with code 1, which means" in made.output) == bool(word)
 
 
 @pytest.mark.slow
-def test_word_of_a_former_life_says_nothing_of_the_next(
+def test_end_file_of_an_earlier_incarnation_is_ignored(
     processes: Processes, tmp_path: Path
 ) -> None:
     end = tmp_path / "end"
@@ -209,7 +204,7 @@ def test_word_of_a_former_life_says_nothing_of_the_next(
 
 
 @pytest.mark.slow
-def test_restart_cannot_mend_the_end_of_the_run(processes: Processes, tmp_path: Path) -> None:
+def test_run_that_is_over_is_not_restarted(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, SHOW), "3")
     assert made.ends() == 3
     assert "restart " not in made.output

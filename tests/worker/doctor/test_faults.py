@@ -1,9 +1,10 @@
-"""The doctor says each thing that is wrong in a sentence, and gives an exit code of its own."""
+"""The doctor reports each fault as a sentence, with its own exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.shell import loop
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol import messages
+from diloco_tools.plan.cli import app as planner
 from diloco_worker.cli.app import app
 from diloco_worker.doctor.examination import Fault
 from kit.keyed_broker import file_of, forged, key, written
@@ -42,7 +44,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(server: str, *options: object) -> dict[str, Any]:
-    """What the command tells programs; its exit code is the one that it tells."""
+    """The command's JSON; checks that its exit code matches."""
     line = ["doctor", "--server", server, "--timeout", WITHIN, "--json", *map(str, options)]
     done = CliRunner().invoke(app, line)
     told: dict[str, Any] = json.loads(done.stdout)
@@ -65,7 +67,7 @@ def test_of_several_addresses_the_first_that_answers_is_examined(broker: Broker)
 
 @contextlib.contextmanager
 def listener(says: bytes) -> Iterator[str]:
-    """Something that is no broker, and says this to whoever connects."""
+    """A server that is not a broker; it sends these bytes to each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = threading.Event()
 
@@ -84,24 +86,25 @@ def listener(says: bytes) -> Iterator[str]:
             thread.join(10)
 
 
-def test_all_is_well(broker: Broker) -> None:
+def test_healthy_connection_has_no_faults(broker: Broker) -> None:
     told = doctor(broker.address, "--parameters", "124M", "--step-time", "0.5")
     assert (told["exit_code"], told["wrong"], told["notes"]) == (0, [], [])
     assert abs(told["clock_ahead_s"]) <= told["clock_error_s"] + 0.01
     assert 0 < told["round_trip_s"]["median"] <= told["round_trip_s"]["worst"]
     assert told["up_bytes_per_s"] > 1e6 and told["down_bytes_per_s"] > 1e6
-    assert told["round"]["parameters"] == 124_000_000
-    assert told["round"]["bytes_up"] == told["round"]["bytes_down"] == 4 * 124_000_000
-    assert 0 < told["round"]["utilisation"] < 1 and told["round"]["sync_every_for_95"] >= 1
+    program, *words = shlex.split(told["plan_command"])
+    assert program == "diloco-plan" and {"124000000", "0.5s"} <= set(words)
+    planned = CliRunner().invoke(planner, [*words, "--json"])
+    assert planned.exit_code == 0 and json.loads(planned.stdout)["utilisation"] > 0, planned.output
 
 
-def test_key_that_is_let_in_measures_through_encryption(keyed: Broker, folder: KeyFolder) -> None:
+def test_accepted_key_measures_through_encryption(keyed: Broker, folder: KeyFolder) -> None:
     told = doctor(keyed.address, "--keys", file_of(folder, "w0"))
     assert (told["exit_code"], told["key"]) == (0, {"role": "worker", "name": "w0"})
     assert told["asks_for_keys"] and told["up_bytes_per_s"] and told["down_bytes_per_s"]
 
 
-def test_address_that_is_none() -> None:
+def test_invalid_address() -> None:
     finds(Fault.USAGE, "must be an address", "broker:")
 
 
@@ -112,29 +115,29 @@ def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:
     assert doctor(file.as_uri())["exit_code"] == 0
 
 
-def test_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    finds(Fault.NAME, "The name broker.lan is not known", "broker.lan:8512")
+    finds(Fault.NAME, "The name broker.lan cannot be resolved", "broker.lan:8512")
 
 
-def test_port_where_nobody_listens() -> None:
+def test_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     finds(Fault.PORT, "Nothing listens at", f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
-    ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "says nothing")]
+    ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "sent no greeting")]
 )
-def test_something_else_listens_there(says: bytes, how: str) -> None:
+def test_another_server_listens(says: bytes, how: str) -> None:
     with listener(says) as address:
         finds(Fault.NOT_A_BROKER, how, address)
 
 
-def test_feed_is_recognized(broker: Broker) -> None:
+def test_feed_address_is_recognized(broker: Broker) -> None:
     finds(Fault.NOT_A_BROKER, broker.address, broker.feed_address)
 
 
@@ -154,31 +157,31 @@ def of_another_broker(folder: KeyFolder, to: Path) -> Path:
         (lambda *_: None, Fault.NO_KEY, "key"),
         (readable_by_all, Fault.KEY_FILE, "chmod 600"),
         (lambda _, to: to / "none.key", Fault.KEY_FILE, "none.key"),
-        (lambda folder, to: written(forged(folder, "w0"), to / "x"), Fault.WRONG_KEY, "let"),
+        (lambda folder, to: written(forged(folder, "w0"), to / "x"), Fault.WRONG_KEY, "rejects"),
         (of_another_broker, Fault.WRONG_KEY, "another broker"),
     ],
     ids=["none", "readable by all", "not there", "unknown", "of another broker"],
 )
-def test_key_that_does_not_let_in(
+def test_rejected_key(
     keyed: Broker, folder: KeyFolder, tmp_path: Path, make: Any, fault: Fault, word: str
 ) -> None:
     file = make(folder, tmp_path)
     finds(fault, word, keyed.address, *(("--keys", file) if file else ()))
 
 
-def test_key_that_nobody_asks_for(broker: Broker, folder: KeyFolder) -> None:
+def test_unneeded_key(broker: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "w0")
-    finds(Fault.UNWANTED_KEY, "asks for no key", broker.address, "--keys", file)
+    finds(Fault.UNWANTED_KEY, "uses no keys", broker.address, "--keys", file)
 
 
-def test_monitor_sees_all_but_the_line(keyed: Broker, folder: KeyFolder) -> None:
+def test_monitor_key_measures_everything_but_the_link(keyed: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "display")
     told = finds(Fault.LINE, "may not send probes", keyed.address, "--keys", file)
     assert told["clock_ahead_s"] is not None
     assert "cannot train" in told["notes"][0]
 
 
-def test_other_version_of_the_protocol(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_protocol_version(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(message: messages.Message) -> bytes:
         return bytes(msgpack.packb({"v": 2, "kind": message.kind}))
 
@@ -186,7 +189,7 @@ def test_other_version_of_the_protocol(broker: Broker, monkeypatch: pytest.Monke
     finds(Fault.VERSION, "version 2", broker.address)
 
 
-def test_clocks_that_differ(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_difference(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
 
     class Ahead:
@@ -195,4 +198,4 @@ def test_clocks_that_differ(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(loop, "time", Ahead())
     told = finds(Fault.CLOCK, "93 s ahead of", broker.address)
-    assert told["up_bytes_per_s"], "the line is measured all the same"
+    assert told["up_bytes_per_s"], "the link is measured nevertheless"

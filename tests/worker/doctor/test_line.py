@@ -1,4 +1,4 @@
-"""The rate that the doctor measures is about that of the line, and a round takes about what it says."""
+"""The rate that the doctor measures is about that of the link."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import deque
 from typing import Any
 
 import pytest
-import torch
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_lab.bench.link import SlowProxy
 from diloco_protocol.messages import Probe
-from diloco_worker import DiLoCoClient
-from diloco_worker.doctor import line, report
+from diloco_worker.doctor import line
 from diloco_worker.doctor.examination import examine
 from kit.process_kit import PATIENCE_S
 
 BIND: dict[str, Any] = {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*", "workers": 1}
 RATE, DELAY_S = 4e6, 0.02  # bytes a second, seconds each way
-HEADER = 40  # bytes of a probe without its buffer, about
+HEADER = 40  # approximate bytes of a probe without its buffer
 
 
 class Line:
-    """A broker that answers probes at once, behind a line of this rate and delay. Time is its own: it
-    stands for the module `time` as well as for the dealer."""
+    """A broker that answers probes at once, over a link of this rate and delay, with simulated time.
+
+    It replaces the module `time` and the dealer.
+    """
 
     def __init__(self, rate: float, delay_s: float) -> None:
         self.rate, self.delay_s = rate, delay_s
@@ -35,7 +35,7 @@ class Line:
         return self.now
 
     def _carry(self, way: str, size: int, at: float) -> float:
-        """When so many bytes have come out that are ready at that time."""
+        """When these bytes are delivered if they are ready at that time."""
         self._free_at[way] = max(at, self._free_at[way]) + size / self.rate
         return self._free_at[way] + self.delay_s
 
@@ -54,7 +54,7 @@ class Line:
 
 @pytest.mark.parametrize("rate", [1e5, RATE, 3e7])
 @pytest.mark.parametrize("delay_s", [0.0001, DELAY_S])
-def test_rates_are_those_of_the_line(
+def test_rates_are_those_of_the_link(
     monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float
 ) -> None:
     for measure in (line.rate_up, line.rate_down):
@@ -67,7 +67,7 @@ def test_rates_are_those_of_the_line(
         assert not found.is_at_least
 
 
-def test_rate_of_a_fast_line_that_was_filled_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_of_a_saturated_fast_link_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = Line(125e6, 0.01)
     monkeypatch.setattr(line, "time", made)
     found = line.rate_up(made, line.round_trips(made, PATIENCE_S))
@@ -76,7 +76,7 @@ def test_rate_of_a_fast_line_that_was_filled_is_its_own(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
-def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
+def test_rate_of_an_unsaturated_link_is_a_lower_bound(
     monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
     for measure in (line.rate_up, line.rate_down):
@@ -88,23 +88,13 @@ def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
 
 
 @pytest.mark.slow
-def test_real_line_is_measured_and_a_round_takes_what_is_said() -> None:
-    """How much of its line a busy machine uses nobody can say: no figure is too small. Without the line
-    all of them would be many times larger."""
-    model = torch.nn.Linear(1000, 1000, bias=False)  # a million: two chunks, 2 MB up and 4 MB down
-    with (
-        Broker(BrokerConfig(**BIND)) as broker,
-        SlowProxy(broker.address, RATE, DELAY_S) as slow,
-        DiLoCoClient(slow.address) as client,
-    ):
-        client.join(model)
+def test_real_link_is_measured() -> None:
+    """A busy machine may use little of its link, so no rate is too low."""
+    with Broker(BrokerConfig(**BIND)) as broker, SlowProxy(broker.address, RATE, DELAY_S) as slow:
         findings = examine(slow.address, None, PATIENCE_S)
-        assert not findings.wrong and findings.trips and findings.up and findings.down
-        assert findings.trips.median >= 2 * DELAY_S
-        assert max(each.bytes_per_s for each in (findings.up, findings.down)) < 10 * RATE
-        found = report.estimate(findings, parameters=None, step_time=None)
-    assert found is not None and found.exchange.parameters == 1_000_000
-    assert found.seconds > 2e6 / findings.up.bytes_per_s
+    assert not findings.wrong and findings.trips and findings.up and findings.down
+    assert findings.trips.median >= 2 * DELAY_S
+    assert max(each.bytes_per_s for each in (findings.up, findings.down)) < 10 * RATE
 
 
 def test_one_long_pause_does_not_change_the_rate() -> None:
@@ -114,6 +104,6 @@ def test_one_long_pause_does_not_change_the_rate() -> None:
     assert line.answers_a_second(paused) == pytest.approx(100.0)
 
 
-def test_few_answers_of_a_slow_line_are_enough() -> None:
+def test_few_answers_of_a_slow_link_are_enough() -> None:
     assert line.answers_a_second([0.0, 2.0]) == pytest.approx(0.5)
     assert line.answers_a_second([0.0, 2.0, 4.0, 6.0]) == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""Values that no average has: infinities of constant buffers travel as they are; NaN never does."""
+"""Values that cannot be averaged: infinities of constant buffers are sent as they are, NaN never."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INF = float("inf")
 
 
 class Masked(nn.Module):
-    """Attention's additive mask, as many models register it; and a frozen parameter with an infinity."""
+    """Attention's additive mask, as many models register it, and a frozen parameter with an infinity."""
 
     mask: Tensor
 
@@ -60,7 +60,7 @@ MASK = Masked().mask
 
 @pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"num_fragments": 2}])
 def test_causal_mask_is_part_of_the_model(options: dict[str, Any]) -> None:
-    """Each worker gets the run's; a reader too."""
+    """Each worker receives the run's mask, and so does a reader."""
     config = make_config(workers=2, sync_every=4, reply_dtype="bf16", **options)
     workers = [masked(), masked(seed=1, bound=5.0)]
     with Broker(config) as broker:
@@ -91,7 +91,7 @@ def test_constants_are_in_checkpoints_and_in_exports(tmp_path: Path) -> None:
     assert torch.equal(final["mask"], MASK) and final["bound"][1] == INF
 
 
-def test_model_file_may_not_have_nan() -> None:
+def test_model_file_with_nan_is_refused() -> None:
     state = state_of(Masked())
     state["mask"][0, 0] = torch.nan
     with pytest.raises(UsageError, match="NaN in mask"):
@@ -147,7 +147,7 @@ def test_values_that_no_run_can_begin_with_are_refused_at_once_by_name(
         worker.start()
 
 
-def test_buffer_that_turns_infinite_later_is_named_and_training_goes_on(
+def test_buffer_that_becomes_infinite_is_named_and_training_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainee = masked()
@@ -165,8 +165,8 @@ def test_buffer_that_turns_infinite_later_is_named_and_training_goes_on(
         assert worker.sync_count == 1, "the buffer is back at the global value"
 
 
-def test_constant_that_training_changes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As a running minimum, which begins at infinity, does."""
+def test_changed_constant_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """For example a running minimum, which begins at infinity."""
     trainee = masked()
     with (
         Broker(make_config(workers=1, sync_every=1)) as broker,
@@ -182,7 +182,7 @@ def test_constant_that_training_changes_is_said_once(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("value", "is_taken"), [(-INF, True), (torch.nan, False)])
-def test_frozen_part_of_a_donation_may_have_infinities_and_no_nan(
+def test_frozen_part_of_a_seeding_push_may_have_infinities_but_not_nan(
     value: float, is_taken: bool
 ) -> None:
     entry = {"shape": [4], "dtype": "float32"}

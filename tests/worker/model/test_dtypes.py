@@ -1,6 +1,6 @@
-"""Models in bf16, fp16, fp32 and fp64: what training has not done is never sent, and what it has is.
+"""Models in bf16, fp16, fp32 and fp64: only changes made by training are sent, and all of them.
 
-A version is fp32. A model in a narrower dtype holds it rounded, and training begins there.
+A version is fp32. A model in a narrower dtype has it rounded, and training begins there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MERGES: list[dict[str, Any]] = [
 
 
 def odd(state: FlatState, seed: int) -> FlatState:
-    """Values of every size that no narrow dtype holds as they are."""
+    """Values of every size, none of them exact in a narrow dtype."""
     generator = torch.Generator().manual_seed(seed)
     return changed(state, lambda vector: 3 * torch.randn(vector.shape, generator=generator))
 
 
 def begins(training: ScriptedTraining, dtype: torch.dtype, **config: Any) -> None:
-    """A worker has joined a run whose parameters are odd; its steps change nothing."""
+    """Join a run with odd parameters; optimizer steps change nothing."""
     training.broker.config = run_config(**config)
     training.makes(nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for _ in range(2))))
     training.descent.optimizer.param_groups[0]["lr"] = 0.0
@@ -50,7 +50,7 @@ def begins(training: ScriptedTraining, dtype: torch.dtype, **config: Any) -> Non
     training.done()
 
 
-# Each merge with a narrow and a wide dtype, whole or in two fragments.
+# Each merge with a narrow and a wide dtype, in one or two fragments.
 @pytest.mark.parametrize(
     ("merge", "pieces", "dtype"),
     [
@@ -84,7 +84,7 @@ def test_learning_rate_0_sends_exactly_0(
 def test_dropped_push_leaves_no_rounding_behind(
     training: ScriptedTraining, broker: ScriptedBroker, dtype: torch.dtype, code: str
 ) -> None:
-    """The model is moved onto the newest parameters, or back to its base, with a step made since."""
+    """The model moves to the newest parameters, or back to its base, with a step made since."""
     begins(training, dtype, fragment_sync_delay=2)
     training.steps(4)
     training.refuses(broker.hears(Push), code)

@@ -1,4 +1,4 @@
-"""The residual of a fragment: what was meant is what was counted and what is left, exactly."""
+"""The residual of a fragment: the deltas sum up to counted values and residual, exactly."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def read(delta: InFewBits, index: int) -> Tensor:
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: int) -> None:
-    """Through pushes that count, whole or in part, or are dropped, and landings that are done twice."""
+def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None:
+    """For pushes that count, completely or in part, or are dropped, with merges repeated."""
     part, dice = layout(), torch.Generator().manual_seed(seed)
     choice = random.Random(seed)
     feedback = Feedback(part, room)
@@ -81,7 +81,7 @@ def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: in
             feedback.drop(push, delta, some)
             dropped[push] = delta, some
             continue
-        # In part: an earlier push has brought the other chunks.
+        # In part: an earlier push contributed the other chunks.
         own = some if fate == "counts in part" else EVERY
         for index in own:
             counts(delta, index)
@@ -115,7 +115,7 @@ def breaking_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
+def test_settling_interrupted_between_chunks_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part = layout()
@@ -133,28 +133,8 @@ def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
         assert torch.equal(values, ends[1][index])
 
 
-def test_chunk_on_which_an_earlier_push_has_its_vote_leaves_the_residual() -> None:
-    part, dice = layout(), torch.Generator().manual_seed(0)
-    feedback = Feedback(part, room)
-    feedback.settle(object(), (feedback.joined(dyadic(part, dice, "int4")), EVERY), {})
-    before = feedback.chunks
-    delta = feedback.joined(dyadic(part, dice, "int4"))
-    feedback.settle(object(), (delta, [0, 2]), {})
-    changed = [not torch.equal(before[index], after) for index, after in feedback.chunks.items()]
-    assert changed == [True, False, True]
-
-
-def test_bytes_of_a_chunk_stay_though_it_is_sent_again() -> None:
-    part, dice = layout(), torch.Generator().manual_seed(0)
-    feedback = Feedback(part, room)
-    delta = feedback.joined(dyadic(part, dice, "int4z"))
-    first = [bytes(delta.chunk(span.index)) for span in part.spans]
-    feedback.settle(object(), (delta, EVERY), {})
-    assert [bytes(delta.chunk(span.index)) for span in part.spans] == first
-
-
 @pytest.mark.parametrize("wire", ["int8", "int4z"])
-def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same(wire: str) -> None:
+def test_chunks_encoded_ahead_have_the_same_bytes_and_residual(wire: str) -> None:
     part, made = layout(), []
     for threads in (1, 3):
         feedback, dice = Feedback(part, room), torch.Generator().manual_seed(0)
@@ -171,7 +151,7 @@ def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same
 
 
 @pytest.mark.parametrize("how", ["push over", "forked", "closing"])
-def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_asked_for(
+def test_chunks_not_encoded_ahead_are_encoded_on_demand(
     how: str,
 ) -> None:
     part = layout()
@@ -194,7 +174,7 @@ def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_as
     assert sent[0] == sent[1]
 
 
-def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
+def test_residual_is_dropped_where_the_sum_overflows_fp32() -> None:
     part = layout()
     feedback = Feedback(part, room)
     length = part.lengths[Segment.PARAMETERS]
@@ -207,25 +187,10 @@ def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
     assert all(bool(torch.isfinite(each).all()) for each in feedback.chunks.values())
 
 
-def test_process_that_owns_no_chunk_has_nothing_to_send_and_nothing_left() -> None:
+def test_process_without_chunks_sends_nothing_and_has_no_residual() -> None:
     whole = layout()
     share, _ = share_of(whole, [1] * whole.chunks, rank=0)
     feedback = Feedback(share, room)
     delta = feedback.joined(FlatState(share, {}, "int8"))
     feedback.settle(object(), (delta, ()), {})
     assert not feedback.chunks and not feedback.flat({}).vectors
-
-
-def test_what_is_saved_comes_back() -> None:
-    part, dice = layout(), torch.Generator().manual_seed(0)
-    feedback = Feedback(part, room)
-    feedback.settle(object(), (feedback.joined(dyadic(part, dice, "int4")), EVERY), {})
-    feedback.drop(5, feedback.joined(dyadic(part, dice, "int4")), EVERY)
-    again = Feedback(part, room)
-    again.restore(
-        feedback.flat(feedback.chunks),
-        {push: feedback.flat(gains) for push, gains in feedback.dropped.items()},
-    )
-    for index, values in feedback.chunks.items():
-        assert torch.equal(again.chunks[index], values)
-        assert torch.equal(again.dropped[5][index], feedback.dropped[5][index])

@@ -8,12 +8,12 @@ from torch import nn
 
 from diloco_protocol import UsageError
 from diloco_worker.model.model_manifest import live_tensors, manifest_of, unwrapped
-from diloco_worker.model.model_parts import ModelParts
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.wrappers import ModelParts
 
 
 class Model(nn.Module):
-    """Layers by name, as those that pipelines cut; each stage keeps a table of its own."""
+    """Layers by name, as in pipelines; each stage has its own table."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 def stages(whole: Model) -> list[nn.Module]:
-    """What a pipeline leaves of each copy: some of the layers, under the names of the whole."""
+    """The stages of a pipeline: some of the layers each, under the names of the complete model."""
     first, second = nn.Module(), nn.Module()
     first.embedding = whole.embedding
     first.layers = nn.ModuleDict({"0": whole.layers["0"]})
@@ -49,7 +49,7 @@ def test_a_parameter_that_parts_share_under_two_names_is_one() -> None:
     assert [id(p) for p in parts.parameters()] == [id(p) for p in whole.parameters()]
 
 
-def test_a_name_stands_for_what_is_saved_and_not_for_a_table_of_another_part() -> None:
+def test_name_refers_to_the_saved_tensor_not_to_another_parts_table() -> None:
     """Where one part saves a buffer that another has under the same name for itself."""
     parts = stages(Model())
     parts[0].register_buffer("table", torch.ones(2))
@@ -80,12 +80,12 @@ def test_the_same_module_twice_is_one() -> None:
     assert len(list(ModelParts([part, part]).parameters())) == 2
 
 
-def test_no_part_at_all_is_refused() -> None:
+def test_empty_list_of_parts_is_refused() -> None:
     with pytest.raises(UsageError, match="empty list"):
         unwrapped([])
 
 
-def test_a_part_that_changes_is_noticed() -> None:
+def test_change_of_a_part_is_detected() -> None:
     whole = Model(tied=False)
     parts = stages(whole)
     watch = ModelTensors.of_module(parts).watch

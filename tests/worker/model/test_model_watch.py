@@ -1,4 +1,6 @@
-"""A model that changes in mid-run: what a run no longer keeps in step is said, and nothing else."""
+"""Changes of a model during a run: a worker warns of those that the run does not follow, and of no
+others.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def reshaped(net: Net) -> None:
 
 
 def wrapped(net: Net) -> None:
-    """As LoRA does: the layer is inside another one now, with trained parameters beside it."""
+    """LoRA: the layer is inside another one, with trained parameters beside it."""
     layer = nn.ModuleDict({"base": net.fc.requires_grad_(False), "lora": nn.Linear(3, 3)})
     net.fc = layer  # type: ignore[assignment]
 
@@ -87,11 +89,11 @@ def test_every_change_is_named_once(change: Callable[[Net], None], clauses: list
     said = watch.look()
     assert said is not None
     assert all(clause in said for clause in clauses), said
-    assert watch.look() is None, "it is said once"
-    assert watch.problem == said, "and holds"
+    assert watch.look() is None, "it is reported once"
+    assert watch.problem == said, "and the problem persists"
 
 
-def test_weights_that_share_memory_are_noticed_when_they_do_no_more() -> None:
+def test_untied_memory_is_detected() -> None:
     net = Net()
     net.head.weight = nn.Parameter(torch.empty(3, 3))
     net.head.weight.data = net.fc.weight.data
@@ -116,7 +118,7 @@ def another_frozen_layer(net: Net) -> None:
 
 
 @pytest.mark.parametrize("change", [same_values_elsewhere, new_buffers, another_frozen_layer])
-def test_what_a_run_does_not_mind_is_not_reported(change: Callable[[Net], None]) -> None:
+def test_harmless_changes_are_not_reported(change: Callable[[Net], None]) -> None:
     net = Net()
     watch = ModelWatch(net)
     change(net)
@@ -145,7 +147,7 @@ def test_change_of_the_model_is_said_once_at_the_next_boundary(
 
 
 @pytest.mark.parametrize("change", [reshaped, wrapped, narrowed])
-def test_state_of_a_changed_model_can_be_saved_and_holds_no_parameters(
+def test_state_of_a_changed_model_has_no_parameters(
     change: Callable[[Net], None], training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net()
@@ -167,6 +169,6 @@ def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
     for said in ("The model has changed.", "It has changed again.", "x" * 9999):
         a.sends(Heartbeat(a.token(), 5, warning=said))
     assert shown() == "x" * 300
-    assert sum("warns" in line for line in stage.logs) == 1, "a peer cannot fill the log"
+    assert sum("warns" in line for line in stage.logs) == 1, "a peer cannot flood the log"
     a.sends(Heartbeat(a.token(), 6))
     assert shown() is None

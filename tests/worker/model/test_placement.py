@@ -1,6 +1,6 @@
-"""Where a worker's vectors lie, and that nothing of a run depends on it.
+"""The placement of a worker's vectors, which changes no bit of a run.
 
-A second device is made up for it (`kit.other_device`); `gpu/test_cuda` tries a real one.
+Uses a simulated second device (`kit.other_device`); `gpu/test_cuda` uses a real one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def other_device() -> Iterator[OtherDevice]:
         ([CUDA], False, "cuda", Placement(is_pinned=False, base=CUDA)),
     ],
 )
-def test_place_is_what_was_asked_for(
+def test_placement_follows_the_options(
     devices: list[torch.device],
     pin_memory: bool | None,
     keep_global_on: str | None,
@@ -72,7 +72,7 @@ def test_place_is_what_was_asked_for(
         ({"keep_global_on": "cuda"}, "keep_global_on is 'cuda', but the model is on cpu"),
     ],
 )
-def test_place_that_cannot_be_had_is_refused_and_leaves_nothing_behind(
+def test_impossible_placement_is_refused_and_leaves_nothing_behind(
     asked: dict[str, Any], words: str
 ) -> None:
     each = an_mlp(0)
@@ -97,7 +97,7 @@ Deltas = list[tuple[list[bytes], float]]  # the bytes of their chunks, and their
 
 
 def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
-    """Three, each with the residual of the last; the second is dropped and counts in part."""
+    """Three deltas, each with the residual of the last; the second is dropped and counts in part."""
     tensors = ModelTensors.of_module(model)
     config = run_config(sync_every=4, num_fragments=1, chunk_elements=1000)
     part = cut(tensors.manifest, config, ()).fragments[0]
@@ -105,7 +105,7 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
     found = []
     for number in range(3):
         base = tensors.capture(part)
-        base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than a model in bf16 holds it
+        base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than bf16
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.add_(0.037 * (number + 1) if tensor.is_floating_point() else 2)
@@ -115,7 +115,7 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
         chunks = range(part.chunks)
         OtherDevice.to_host, before = 0, OtherDevice.to_host
         found.append(([bytes(flat.chunk(index)) for index in chunks], delta.norm))
-        assert not OtherDevice.to_host, "the I/O thread leaves the device alone"
+        assert not OtherDevice.to_host, "the I/O thread reads nothing from the device"
         OtherDevice.to_host = before
         if number == 1:
             feedback.drop(number, flat, {0, 2})
@@ -148,10 +148,10 @@ def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
     ("wire", "bytes_each"),
     [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("int4", 0.51), ("int4z", 0.51)],
 )
-def test_only_what_travels_comes_from_a_device_to_the_host(
+def test_only_sent_bytes_are_copied_from_a_device_to_the_host(
     wire: str, bytes_each: float, other_device: OtherDevice
 ) -> None:
-    """And a number for each tensor, and for each chunk with a residual: is it finite?"""
+    """Besides, a number for each tensor, and for each chunk with a residual: whether it is finite."""
     torch.manual_seed(0)
     model = nn.Linear(256, 400, bias=False).to(THERE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -172,7 +172,7 @@ def test_only_what_travels_comes_from_a_device_to_the_host(
     ("plan", "wire"), [(PLANS[0], "int8"), (PLANS[1], "fp32"), (PLANS[2], "int4z")]
 )
 @pytest.mark.parametrize("keep_global_on", ["model", "host"])
-def test_run_is_the_same_wherever_model_and_global_parameters_are(
+def test_run_is_the_same_for_any_placement(
     plan: Plan, wire: str, keep_global_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(device: torch.device) -> dict[str, Tensor]:
@@ -195,10 +195,10 @@ def test_run_is_the_same_wherever_model_and_global_parameters_are(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_checkpoint_of_a_worker_is_for_the_host(
+def test_checkpoint_of_a_worker_is_on_the_host(
     other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that goes on without the second device can load it, and has the same parameters."""
+    """A script that resumes without the second device can load it, with the same parameters."""
     each = an_mlp(0)
     config = make_config(workers=1, sync_every=2, wire_dtype="int8")
     with Broker(config) as broker:

@@ -1,4 +1,4 @@
-"""What the processes of a worker go on from: their own states, if all that are given belong together."""
+"""The processes of a worker resume from their own states, if all given states belong together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_process_takes_its_own_among_those_of_all_in_any_order() -> None:
     states = [saved(1, 2), saved(0, 2)]
     assert goes_on(states, 0) is states[1]
     assert goes_on(states, 1) is states[0]
-    assert goes_on([states[0]], 1) is states[0], "its own alone will do"
+    assert goes_on([states[0]], 1) is states[0], "its own state suffices"
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_process_takes_its_own_among_those_of_all_in_any_order() -> None:
     [saved(2, 3, counter=3), saved(2, 3), saved(1, 2)],
     ids=["of a larger group earlier", "of a larger group", "twice"],
 )
-def test_file_that_an_earlier_group_has_left_is_not_taken_along(other: dict[str, Any]) -> None:
-    """It would be counted."""
+def test_state_left_by_an_earlier_group_is_ignored(other: dict[str, Any]) -> None:
+    """It would be counted twice."""
     for rank in (0, 1):
         with pytest.raises(UsageError, match="of different moments"):
             goes_on([saved(0, 2), saved(1, 2), other], rank)
 
 
-def test_states_of_different_moments_do_not_belong_together() -> None:
+def test_states_of_different_moments_are_refused() -> None:
     for rank in (0, 1):
         with pytest.raises(UsageError, match="of different moments"):
             goes_on([saved(0, 2), saved(1, 2, counter=6)], rank)

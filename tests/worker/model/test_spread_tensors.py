@@ -1,7 +1,7 @@
-"""A model that several processes have together does what a plain worker's does, bit for bit.
+"""A model in several processes matches one in a single process bit for bit.
 
-Each number of processes goes through all cases (kit/spread_cases.py) in one test: as many tests they
-would start the same processes in each process of pytest.
+Each number of processes goes through all cases (kit/spread_cases.py) in one test: separate tests would
+start the same processes in each process of pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model in the wrappers of libraries is known by the names that it has without them."""
+"""A model in the wrappers of libraries has the names that it has without them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kit.whole_run import an_mlp, make_config, mlp, options_of, run, sgd, stride
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """A launch of one process, and none of the warnings that come with old wrappers."""
+    """A process group of one process, without the warnings of old wrappers."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with warnings.catch_warnings():
@@ -49,7 +49,7 @@ def fsdp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def in_parts(model: nn.Sequential) -> nn.Module:
-    """Some of the layers are wrapped, each in its own way."""
+    """Some layers are wrapped, each in a different way."""
     model[0] = torch.compile(model[0])  # type: ignore[assignment]
     model[1] = checkpoint_wrapper(model[1])
     return model
@@ -117,7 +117,7 @@ def test_wrapped_and_plain_workers_share_a_run(wrap: Callable[[nn.Module], nn.Mo
             assert torch.equal(ours[name], value), name
 
 
-def test_a_part_of_the_model_may_be_called_as_wrappers_call_theirs() -> None:
+def test_part_of_a_model_may_have_a_wrappers_name() -> None:
     class DataParallel(nn.Module):
         """By its name what torch calls one."""
 
@@ -130,7 +130,7 @@ def test_a_part_of_the_model_may_be_called_as_wrappers_call_theirs() -> None:
 
 
 def test_hooks_of_state_dicts_change_nothing() -> None:
-    """As of a fused projection that is split for checkpoints, and of what a checkpoint leaves out."""
+    """Such as a fused projection that is split for checkpoints, or tensors that a checkpoint omits."""
     model = nn.Linear(2, 4)
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:

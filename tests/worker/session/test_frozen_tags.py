@@ -1,4 +1,4 @@
-"""Frozen parameters: a worker asks for them as one that has them, and gets them where it has not."""
+"""Frozen parameters: a worker requests them as held, and receives them where they differ."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_the_frozen_part_is_pulled_once_its_tag_is_known(joined: Desk) -> None:
     assert (pull.held_version, pull.held) == (OURS, b"\x01")
 
 
-def test_what_the_model_has_is_delivered_without_a_chunk(joined: Desk) -> None:
+def test_own_frozen_parameters_are_delivered_without_a_chunk(joined: Desk) -> None:
     joined.happens(FrozenNamed(4711))
     joined.hears(released(OURS))
     assert joined.effects == [Deliver(released(OURS), None, unchanged=True)]
 
 
 @pytest.mark.parametrize("chunk_first", [True, False])
-def test_what_the_model_has_not_is_fetched(joined: Desk, chunk_first: bool) -> None:
+def test_other_frozen_parameters_are_fetched(joined: Desk, chunk_first: bool) -> None:
     joined.happens(FrozenNamed(4711))
     theirs = version(0, tag=12)
     both: list[Message] = [released(theirs), Chunk(FROZEN, 0, version=theirs)]
@@ -51,7 +51,7 @@ def test_what_the_model_has_not_is_fetched(joined: Desk, chunk_first: bool) -> N
     assert joined.all(Deliver) == [Deliver(released(theirs), None)]
 
 
-def test_while_there_is_no_run_the_pull_waits_for_one() -> None:
+def test_pull_waits_until_there_is_a_run() -> None:
     made = desk(has_frozen=True).connects().is_welcomed(None, None)
     made.happens(FrozenNamed(4711))
     assert not pulls(made)
@@ -60,14 +60,14 @@ def test_while_there_is_no_run_the_pull_waits_for_one() -> None:
     assert pull.held_version == OURS
 
 
-def test_tag_is_worked_out_once_however_often_the_connection_breaks(joined: Desk) -> None:
+def test_tag_is_computed_once_over_reconnects(joined: Desk) -> None:
     joined.breaks().is_welcomed(version(0))
     assert not joined.all(NameFrozen)
     joined.happens(FrozenNamed(4711))
     assert [pull.held_version for pull in pulls(joined)] == [OURS]
 
 
-def test_without_a_tag_the_runs_are_fetched_as_by_who_has_none(joined: Desk) -> None:
+def test_without_a_tag_the_runs_frozen_parameters_are_fetched(joined: Desk) -> None:
     joined.happens(FrozenNamed(None))
     (pull,) = pulls(joined)
     assert pull.held_version is None

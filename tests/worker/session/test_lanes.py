@@ -1,4 +1,4 @@
-"""The session of a worker of several processes: what it lets the others send, and what they bring it."""
+"""The session of a worker of several processes: the chunks that the others send and receive."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def brings(made: Desk, counter: int, ledger: Ledger | None = None) -> None:
     made.hears(Released(0, version(counter), ledger or Ledger()))
 
 
-def test_no_lane_is_opened_before_it_is_known_who_owns_what() -> None:
+def test_lanes_open_once_the_owners_are_known() -> None:
     made = of_two().is_welcomed(version(0))
     assert not made.sent(Credit)
     assert not made.sent(Lane)
@@ -83,7 +83,7 @@ def test_no_lane_is_opened_before_it_is_known_who_owns_what() -> None:
     assert {lane.credit for lane in (own, *others.bindings)} == {DOWNLOAD_WINDOW}
 
 
-def test_version_is_whole_when_every_process_has_its_chunks(ready: Desk) -> None:
+def test_version_is_complete_when_every_process_has_its_chunks(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     for index in range(CHUNKS - 1):
         chunk = Chunk(0, index, version=version(1))
@@ -96,8 +96,8 @@ def test_version_is_whole_when_every_process_has_its_chunks(ready: Desk) -> None
     assert delivered.counted == 77
 
 
-def test_chunks_of_an_older_version_behind_those_of_a_newer_one_are_dropped(ready: Desk) -> None:
-    """Each lane is in order by itself; one may be behind the others."""
+def test_chunks_of_an_older_version_after_a_newer_one_are_dropped(ready: Desk) -> None:
+    """Each lane is in order; one may lag behind the others."""
     ready.happens(Offer(gradient()))
     ready.hears(Chunk(0, 0, version=version(2)))
     assert ready.all(BeginVersion)
@@ -111,15 +111,15 @@ def test_chunks_of_an_older_version_behind_those_of_a_newer_one_are_dropped(read
     assert ready.all(Deliver)
 
 
-def test_broker_that_went_back_is_believed_on_a_new_connection(ready: Desk) -> None:
+def test_restored_broker_is_believed_on_a_new_connection(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     ready.hears(Chunk(0, 0, version=version(5)))
     ready.breaks().is_welcomed(version(1))
     ready.hears(Chunk(0, 0, version=version(2)))
-    assert ready.all(BeginVersion), "on a connection versions rise; this is another one"
+    assert ready.all(BeginVersion), "versions only rise on one connection; this is another"
 
 
-def test_each_lane_has_credit_of_its_own_and_gets_its_own_back(ready: Desk) -> None:
+def test_each_lane_has_its_own_credit(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     ready.hears(Grant(77, 0, Standing.NEW, None, 2))
     assert [(e.index, e.lane) for e in ready.all(SendChunk)] == [(0, 0), (2, 0), (1, 1), (3, 1)]
@@ -128,7 +128,7 @@ def test_each_lane_has_credit_of_its_own_and_gets_its_own_back(ready: Desk) -> N
     ready.hears(Ack(77, 0, (0,), credit=1, lane=1))
     assert [(e.index, e.lane) for e in ready.all(SendChunk)] == [(4, 0), (7, 1)]
     ready.hears(Ack(77, 0, (2, 3, 4, 5, 7)))
-    assert ready.sent(Commit), "the last chunk of every lane is on its way"
+    assert ready.sent(Commit), "the last chunk of every lane was sent"
 
 
 def test_push_that_is_offered_again_asks_each_lane_for_what_is_missing(ready: Desk) -> None:
@@ -144,7 +144,7 @@ def test_push_that_is_offered_again_asks_each_lane_for_what_is_missing(ready: De
     assert [(e.index, e.lane) for e in ready.all(SendChunk)] == [(8, 0), (7, 1), (9, 1)]
 
 
-def test_donation_that_is_asked_for_early_waits_until_it_is_known_who_has_what() -> None:
+def test_early_seeding_request_waits_until_the_owners_are_known() -> None:
     made = of_two().is_welcomed()
     made.hears(Notice("donate", fragment=0))
     assert not made.sent(Push)
@@ -156,7 +156,7 @@ def test_donation_that_is_asked_for_early_waits_until_it_is_known_who_has_what()
     assert [(e.index, e.lane) for e in made.all(SendChunk)] == [(0, 0), (1, 1)]
 
 
-def test_chunk_that_comes_to_the_wrong_process_is_told_and_dropped(ready: Desk) -> None:
+def test_chunk_sent_to_the_wrong_process_is_logged_and_dropped(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     ready.hears(Chunk(0, 1, version=version(1)))
     assert "does not own" in ready.all(Say)[0].text

@@ -1,4 +1,4 @@
-"""Requests for units say what has counted to a broker that may not know of it, and else nothing."""
+"""Requests for units name counted lots only to a broker that may not know them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def a_pair(**options: object) -> tuple[UnitWorker, UnitWorker]:
 
 
 def pushes_told(worker: UnitWorker) -> list[list[int]]:
-    """By request, the pushes of the lots in it."""
+    """By request, the pushes of its lots."""
     return [[push for lot in take.lots for push in lot.pushes] for take in worker.asked]
 
 
-def test_requests_on_one_connection_say_nothing_of_what_has_counted() -> None:
+def test_later_requests_of_a_connection_name_no_counted_lots() -> None:
     a, b = a_pair()
     for first in (1, 11, 21):
         a_unit_round([a, b], first)
@@ -34,7 +34,7 @@ def test_requests_on_one_connection_say_nothing_of_what_has_counted() -> None:
     assert a.stage.state.data.sets[NAME].counted == 18
 
 
-def test_the_first_request_behind_a_reconnection_says_what_has_counted() -> None:
+def test_first_request_after_a_reconnect_names_counted_lots() -> None:
     a, b = a_pair()
     a_unit_round([a, b], 1)
     a_unit_round([a, b], 11)
@@ -43,11 +43,11 @@ def test_the_first_request_behind_a_reconnection_says_what_has_counted() -> None
     assert pushes_told(a)[-2:] == [[1, 11], []]
 
 
-def test_a_request_to_be_made_again_says_it_again() -> None:
+def test_repeated_request_names_counted_lots_again() -> None:
     a, b = a_pair(save_dir="run")
     a_unit_round([a, b], 1)
     later = a.stage.restarted(a.stage.checkpoints[-1])
-    a.comes_to(later, pulls=False, holds_versions=True)  # no parameters before b is back
+    a.comes_to(later, pulls=False, holds_versions=True)  # no parameters until b rejoins
     told = len(a.asked)
     assert pushes_told(a)[-1] == [1]
     b.comes_to(later, pulls=False, holds_versions=True)
@@ -58,7 +58,7 @@ def test_a_request_to_be_made_again_says_it_again() -> None:
 
 
 @pytest.mark.parametrize("lost", ["connection", "refused"])
-def test_a_request_without_an_answer_is_made_up_for(lost: str) -> None:
+def test_unanswered_request_is_repeated_with_counted_lots(lost: str) -> None:
     a, b = a_pair()
     a_unit_round([a, b], 1)
     a.units.disconnected()
@@ -74,7 +74,7 @@ def test_a_request_without_an_answer_is_made_up_for(lost: str) -> None:
         assert [lot.pushes for lot in each.message.lots] == [(1,)]
 
 
-def test_an_adopted_version_with_the_push_in_flight_is_news_to_the_broker() -> None:
+def test_adopted_version_with_the_push_in_flight_is_reported_to_the_broker() -> None:
     a, b = a_pair(save_dir="run")
     a_unit_round([a, b], 1)
     old = a.stage.checkpoints[-1]
@@ -98,5 +98,5 @@ def test_an_adopted_version_with_the_push_in_flight_is_news_to_the_broker() -> N
         worker.is_back()
     assert list(a.in_flight) == []
     a.takes(1)
-    assert pushes_told(a)[told:] == [[1], [1, 11], []], "put off, news, and as always"
+    assert pushes_told(a)[told:] == [[1], [1, 11], []], "retried, with counted lots, and without"
     assert later.state.data.sets[NAME].counted == 12

@@ -1,4 +1,4 @@
-"""A worker that was given several addresses: which it tries, when it goes on, where it stays."""
+"""A worker with several addresses: which it tries, when it moves on, where it stays."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def made() -> Desk:
 
 
 def opened(made: Desk) -> list[int]:
-    """Where it has just opened connections."""
+    """The address where it has just opened connections."""
     return [effect.place for effect in made.all(Open)]
 
 
 def turns_to(made: Desk) -> list[int]:
-    """Where it opens connections at once, and no later."""
+    """The address where it opens connections at once, not later."""
     assert made.all(Close)
     made.passes(0.0)
     return opened(made)
@@ -54,7 +54,7 @@ def test_address_where_nothing_listens_is_left_at_once(made: Desk) -> None:
     assert turns_to(made) == [2]
 
 
-def test_address_that_does_not_answer_is_left_after_a_bounded_time(made: Desk) -> None:
+def test_silent_address_is_left_after_a_bounded_time(made: Desk) -> None:
     assert made.session.wakes_at() == made.now + CONNECT_PATIENCE_S
     made.passes(CONNECT_PATIENCE_S - 0.1)
     assert not made.all(Close)
@@ -62,7 +62,7 @@ def test_address_that_does_not_answer_is_left_after_a_bounded_time(made: Desk) -
     assert turns_to(made) == [1]
 
 
-def test_join_that_is_not_answered_is_made_elsewhere(made: Desk) -> None:
+def test_unanswered_join_moves_to_the_next_address(made: Desk) -> None:
     made.connects()
     wakes_at = made.session.wakes_at()
     assert wakes_at is not None
@@ -71,20 +71,20 @@ def test_join_that_is_not_answered_is_made_elsewhere(made: Desk) -> None:
 
 
 @pytest.mark.parametrize("code", [Code.STANDBY, Code.STOPPING])
-def test_broker_that_lets_nobody_in_is_left_for_the_next(made: Desk, code: Code) -> None:
+def test_broker_that_admits_no_worker_is_left_for_the_next(made: Desk, code: Code) -> None:
     made.connects().hears(Error(code, "Not here.", retry=True, about="join"))
     assert turns_to(made) == [1]
     made.connects()
     assert made.sent(Join)
 
 
-def test_broker_that_waits_for_a_model_is_the_right_one(made: Desk) -> None:
+def test_worker_stays_at_a_broker_that_waits_for_a_model(made: Desk) -> None:
     made.connects().hears(Error(Code.NO_MODEL, "Wait.", retry=True, about="join"))
     made.passes(RETRY_S)
     assert made.sent(Join) and not made.all(Open)
 
 
-def test_it_stays_where_it_is_welcomed(made: Desk) -> None:
+def test_worker_stays_where_it_is_welcomed(made: Desk) -> None:
     joined_at(made, 1)
     for _ in range(20):
         made.passes(1.0)
@@ -93,7 +93,7 @@ def test_it_stays_where_it_is_welcomed(made: Desk) -> None:
         made.session.connection.last_heard = made.now
 
 
-def test_lost_connection_is_sought_where_it_was_then_everywhere_in_order(made: Desk) -> None:
+def test_lost_broker_is_sought_at_its_address_then_at_the_others_in_order(made: Desk) -> None:
     joined_at(made, 1)
     made.happens(Disconnected("It broke."))
     made.passes(FIRST_BACKOFF_S)
@@ -104,7 +104,7 @@ def test_lost_connection_is_sought_where_it_was_then_everywhere_in_order(made: D
     assert turns_to(made) == [2]
 
 
-def test_when_all_have_been_asked_it_pauses_and_begins_with_the_first(made: Desk) -> None:
+def test_after_all_addresses_it_pauses_and_starts_over(made: Desk) -> None:
     pauses = []
     for _ in range(10):
         for place in range(3):
@@ -122,7 +122,7 @@ def test_when_all_have_been_asked_it_pauses_and_begins_with_the_first(made: Desk
     assert pauses[-1] == LONGEST_PAUSE_S
 
 
-def test_standby_that_answers_and_a_hub_that_does_not_make_no_spin(made: Desk) -> None:
+def test_answering_standby_and_silent_hub_cause_no_busy_loop(made: Desk) -> None:
     made = desk(places=2)
     for _ in range(5):
         made.happens(Unreached())
@@ -134,7 +134,7 @@ def test_standby_that_answers_and_a_hub_that_does_not_make_no_spin(made: Desk) -
         assert opened(made) == [0]
 
 
-def test_work_in_flight_is_kept_and_offered_where_it_is_welcomed(made: Desk) -> None:
+def test_push_in_flight_is_offered_where_the_worker_is_welcomed(made: Desk) -> None:
     joined_at(made, 0)
     made.receives(version(3))
     made.receives(version(0), fragment=FROZEN, chunks=1)
@@ -151,7 +151,7 @@ def test_work_in_flight_is_kept_and_offered_where_it_is_welcomed(made: Desk) -> 
     assert (push.push_id, push.base) == (5, version(3))
 
 
-def test_key_that_is_good_nowhere_is_final_and_one_that_is_good_somewhere_is_not(
+def test_key_rejected_everywhere_is_final_and_one_accepted_once_is_not(
     made: Desk,
 ) -> None:
     for place in range(3):
@@ -179,7 +179,7 @@ def test_observer_stays_where_it_gets_an_answer() -> None:
     assert opened(made) == [1]
 
 
-def test_one_address_is_asked_as_ever() -> None:
+def test_single_address_is_retried_as_before() -> None:
     made = desk()
     made.happens(Unreached())
     assert made.session.phase is Phase.CONNECTING and not made.effects

@@ -1,4 +1,4 @@
-"""The worker's state machine, with a clock of our own and no socket."""
+"""The worker's state machine, with a simulated clock and no socket."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol import (
-    RunConfig,
-    VersionId,
-)
+from diloco_protocol import RunConfig, VersionId
 from diloco_protocol.messages import (
     Ack,
     Control,
@@ -76,7 +73,7 @@ from kit.session_harness import (
 # Joining.
 
 
-def test_join_is_sent_when_control_is_up_and_not_before(fresh: Desk) -> None:
+def test_join_is_sent_once_control_is_connected(fresh: Desk) -> None:
     assert fresh.effects == [Open()]
     fresh.passes(60)
     assert not fresh.sent(Join)
@@ -96,7 +93,7 @@ def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) ->
 @pytest.mark.parametrize(
     "error", [Error("id_taken", "Soon.", retry=True), Error("stopping", "Bye.", retry=False)]
 )
-def test_broker_that_is_not_ready_is_asked_again_within_two_seconds(
+def test_join_is_retried_within_two_seconds_when_the_broker_is_not_ready(
     fresh: Desk, error: Error
 ) -> None:
     fresh.connects().hears(error)
@@ -113,7 +110,7 @@ def test_refusal_at_joining_is_final(fresh: Desk) -> None:
     assert fresh.session.wakes_at() is None
 
 
-def test_refusal_in_mid_run_is_tried_again_later(ready: Desk) -> None:
+def test_refusal_during_a_run_is_retried_later(ready: Desk) -> None:
     ready.breaks().hears(Error("id_taken", "Another one is alive."))
     assert ready.effects == [JoinRefused("id_taken", "Another one is alive.", final=False)]
     ready.passes(REFUSED_RETRY_S / 2)
@@ -122,7 +119,7 @@ def test_refusal_in_mid_run_is_tried_again_later(ready: Desk) -> None:
     assert ready.sent(Join)
 
 
-def test_unanswered_join_is_given_up_for_new_connections(fresh: Desk) -> None:
+def test_unanswered_join_times_out_and_reconnects(fresh: Desk) -> None:
     fresh.connects()
     fresh.passes(JOIN_PATIENCE_S)
     assert fresh.all(Close)
@@ -130,7 +127,7 @@ def test_unanswered_join_is_given_up_for_new_connections(fresh: Desk) -> None:
     assert fresh.all(Open)
 
 
-def test_connections_that_break_again_and_again_are_opened_ever_slower(fresh: Desk) -> None:
+def test_reconnects_back_off(fresh: Desk) -> None:
     waits = []
     for _ in range(10):
         fresh.connects().happens(Disconnected("It broke."))
@@ -159,21 +156,21 @@ def test_connections_that_break_again_and_again_are_opened_ever_slower(fresh: De
         (None, RunConfig("sync", 5, num_fragments=2), "there are 0 for 2 tensors"),
     ],
 )
-def test_run_that_this_worker_cannot_train_in_is_refused_with_a_sentence(
+def test_incompatible_run_is_refused_with_a_sentence(
     interval: float | None, config: RunConfig, words: str
 ) -> None:
     made = desk(interval).connects().is_welcomed(version(0), config=config)
     (refusal,) = made.all(JoinRefused)
     assert words in refusal.text
     assert refusal.final
-    assert made.sent(Leave), "the broker would wait for a worker that is not coming"
+    assert made.sent(Leave), "else the broker would wait for this worker"
 
 
 @pytest.mark.parametrize(
     ("interval", "config"),
     [(29.0, CONFIG), (None, RunConfig("async", 5)), (None, RunConfig("async", 5, dylu=True))],
 )
-def test_run_that_fits_is_joined_also_with_another_h_later(
+def test_compatible_run_is_rejoined_with_another_h(
     interval: float | None, config: RunConfig
 ) -> None:
     made = desk(interval).connects().is_welcomed(version(0), config=config)
@@ -197,7 +194,7 @@ def test_run_that_fits_is_joined_also_with_another_h_later(
         ("fragment_delay_auto", True),
     ],
 )
-def test_broker_that_comes_back_with_what_flights_depend_on_changed_is_refused(
+def test_rejoining_is_refused_where_terms_of_pushes_in_flight_changed(
     ready: Desk, name: str, value: Any
 ) -> None:
     ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
@@ -219,7 +216,7 @@ def streaming() -> Desk:
     return made
 
 
-def test_model_is_cut_by_the_plan_of_the_welcome_and_a_broker_with_another_one_is_refused() -> None:
+def test_model_is_cut_by_the_welcomed_plan_and_another_plan_is_refused() -> None:
     made = streaming()
     assert made.session.layout is not None
     parts = made.session.layout.fragments
@@ -230,7 +227,7 @@ def test_model_is_cut_by_the_plan_of_the_welcome_and_a_broker_with_another_one_i
     assert not refusal.final
 
 
-def test_every_fragment_may_be_in_flight_and_the_oldest_is_offered_first_again() -> None:
+def test_pushes_of_all_fragments_are_offered_again_oldest_first() -> None:
     made = streaming()
     flights = [Push(b"", 70 + each, each, 1, "bf16", base=version(0)) for each in (2, 0, 1)]
     made.happens(*map(Offer, flights))
@@ -244,7 +241,7 @@ def test_every_fragment_may_be_in_flight_and_the_oldest_is_offered_first_again()
     assert [deliver.counted for deliver in made.all(Deliver)] == [72]
 
 
-def test_rounds_are_told_as_the_broker_names_them() -> None:
+def test_training_is_notified_of_rounds_as_the_broker_names_them() -> None:
     made = streaming()
     made.happens(Offer(Push(b"", 70, 0, 1, "bf16", base=version(0))))
     said = [
@@ -282,14 +279,14 @@ OVER, RESTART = (Notice(what, "SIGTERM.") for what in ("shutdown", "restarting")
         ([Heartbeat(b"", 1)], [Say("The broker sent a heartbeat, which only workers send.", True)]),
     ],
 )
-def test_what_the_broker_says_is_answered_or_told_at_once(
+def test_notice_is_answered_or_passed_on_at_once(
     ready: Desk, notices: list[Message], effects: list[Effect]
 ) -> None:
     ready.hears(*notices)
     assert ready.effects == effects
 
 
-def test_who_is_asked_to_stop_is_told_once_its_work_in_flight_is_back(ready: Desk) -> None:
+def test_stop_is_passed_on_once_the_push_in_flight_counted(ready: Desk) -> None:
     asked = Notice("stop_all", "An operator asks each worker to stop.", round=9)
     ready.holds(version(0))
     ready.happens(Offer(gradient()))
@@ -301,7 +298,7 @@ def test_who_is_asked_to_stop_is_told_once_its_work_in_flight_is_back(ready: Des
     assert ready.all(Told), "nothing is in flight"
 
 
-def test_who_is_asked_to_stop_is_told_when_the_connection_breaks_before_its_work_is_back(
+def test_stop_is_passed_on_when_the_connection_breaks(
     ready: Desk,
 ) -> None:
     over = Notice("over", "The run is over.", round=9)
@@ -313,7 +310,7 @@ def test_who_is_asked_to_stop_is_told_when_the_connection_breaks_before_its_work
     assert ready.all(Told) == [Told(replace(over, what="shutdown"))]
 
 
-def test_who_is_asked_to_save_is_told_at_once(ready: Desk) -> None:
+def test_save_request_is_passed_on_at_once(ready: Desk) -> None:
     asked = Notice("save_all", "An operator asks each worker to save.", round=9)
     ready.happens(Offer(gradient()))
     ready.hears(asked)
@@ -328,7 +325,7 @@ def test_heartbeats_can_be_turned_off() -> None:
     assert not made.all(Beat)
 
 
-def test_broker_that_answers_no_heartbeat_counts_as_a_broken_connection(ready: Desk) -> None:
+def test_unanswered_heartbeats_break_the_connection(ready: Desk) -> None:
     for _ in range(100):
         ready.passes(10.0)
         ready.hears(Notice("alive"))
@@ -339,10 +336,10 @@ def test_broker_that_answers_no_heartbeat_counts_as_a_broken_connection(ready: D
     assert 30 <= ready.now - heard < 40
 
 
-# Asking, leaving.
+# Requests, leaving.
 
 
-def test_leaving_is_told_to_the_broker_and_ends_the_session(ready: Desk) -> None:
+def test_leaving_notifies_the_broker_and_ends_the_session(ready: Desk) -> None:
     ready.happens(Depart("done"))
     assert ready.sent(Leave) == [Leave(b"\1" * 16, "done")]
     assert ready.happens(Disconnected("It broke."), Tick()) == []
@@ -359,7 +356,7 @@ def test_action_is_answered_once(ready: Desk) -> None:
     assert ready.effects == [Answered(1, True, "fine", {"a": 1})]
 
 
-def test_action_that_may_have_been_carried_out_is_never_sent_twice(ready: Desk) -> None:
+def test_action_that_may_have_been_executed_is_never_sent_twice(ready: Desk) -> None:
     ready.happens(Ask(Control("shutdown", 1)), Ask(Control("status", 2)))
     ready.happens(Disconnected("It broke."))
     assert [(answered.request, answered.ok) for answered in ready.all(Answered)] == [(1, None)]
@@ -369,7 +366,7 @@ def test_action_that_may_have_been_carried_out_is_never_sent_twice(ready: Desk) 
     assert [control.action for control in ready.sent(Control)] == ["status"]
 
 
-def test_action_that_was_withdrawn_is_not_sent_later(ready: Desk) -> None:
+def test_withdrawn_action_is_not_sent_later(ready: Desk) -> None:
     ready.happens(Disconnected("It broke."), Ask(Control("shutdown", 1)), Withdraw(1))
     ready.passes(LONGEST_BACKOFF_S)
     ready.connects().is_welcomed(version(0))
@@ -389,7 +386,7 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
     assert all(credit.session is None for credit in observer.sent(Credit))
 
 
-# Branches.
+# Lost rounds.
 
 
 @pytest.mark.parametrize(
@@ -415,7 +412,7 @@ def test_worker_says_that_the_broker_goes_on_from_another_branch(
         assert f"{version(4)}, and the broker goes on from {theirs}" in say.text
 
 
-# A broker that says what none says.
+# A broker that misbehaves.
 
 
 def uploading() -> Desk:
@@ -439,14 +436,14 @@ def uploading() -> Desk:
         {"weight_by": "__class__"},
     ],
 )
-def test_terms_that_cannot_be_followed_are_refused_with_the_value(unsound: dict[str, Any]) -> None:
+def test_invalid_terms_are_refused_with_the_value(unsound: dict[str, Any]) -> None:
     made = desk().connects().is_welcomed(version(0), config=replace(CONFIG, **unsound))
     (refusal,) = made.all(JoinRefused)
     (name,) = unsound
     assert refusal.final and f"The run has {name}" in refusal.text
 
 
-def test_chunks_so_small_that_their_books_would_fill_the_memory_are_refused() -> None:
+def test_chunks_too_small_to_track_are_refused() -> None:
     from kit.core_harness import a_manifest
 
     made = desk(manifest=a_manifest(1_000_000)).connects()
@@ -455,18 +452,18 @@ def test_chunks_so_small_that_their_books_would_fill_the_memory_are_refused() ->
     assert "chunk_elements" in refusal.text
 
 
-def test_time_that_is_next_to_nothing_makes_no_flood_of_heartbeats() -> None:
+def test_tiny_heartbeat_timeout_does_not_flood() -> None:
     assert heartbeat_interval(replace(CONFIG, heartbeat_timeout=1e-300), None) == LEAST_HEARTBEAT_S
 
 
-def test_worker_that_is_removed_in_the_middle_of_an_upload_keeps_no_credit() -> None:
+def test_worker_removed_during_an_upload_keeps_no_credit() -> None:
     made = uploading()
     made.hears(Notice("kicked", "An operator removed it."))
     assert made.session.phase is Phase.REFUSED
     assert not any(any(upload.credits) for upload in made.session.uploads)
 
 
-def test_answers_to_what_was_not_asked_on_this_connection_give_no_credit() -> None:
+def test_answers_to_an_earlier_connection_give_no_credit() -> None:
     made = uploading()
     made.happens(Disconnected("It broke."))
     made.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (1,), 9))

@@ -1,4 +1,4 @@
-"""A connection for chunks that has died without a word, while heartbeats are answered."""
+"""A data connection that died silently, while heartbeats are answered."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ import torch
 
 from diloco_broker import Broker
 from diloco_protocol.description import describe, seconds_for
-from diloco_protocol.messages import (
-    Ack,
-    Chunk,
-    Describe,
-    Grant,
-    Notice,
-    Push,
-    Released,
-    Standing,
-)
+from diloco_protocol.messages import Ack, Chunk, Describe, Grant, Notice, Push, Released, Standing
 from diloco_worker.session.connection import (
     BULK_PATIENCE_S,
     JOIN_PATIENCE_S,
@@ -32,7 +23,7 @@ from kit.whole_run import make_config, run, trainees
 
 
 def lives_on(made: Desk, seconds: float) -> bool:
-    """The control connection is heard of all the time. Returns whether the connections were closed."""
+    """Let the control connection receive messages. Returns whether the connections were closed."""
     for _ in range(int(seconds / 5)):
         made.hears(Notice("alive", ""))
         made.passes(5)
@@ -53,14 +44,14 @@ def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
         assert lives_on(ready, BULK_PATIENCE_S - 5)
         ready.hears(Ack(77, 0, (index,)))
     ready.hears(Ack(77, 0, (CHUNKS - 1,)))
-    assert lives_on(ready, 10 * BULK_PATIENCE_S), "the round takes as long as it takes"
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "a round may take long"
 
 
-def test_push_that_has_to_wait_is_not_waited_for_nor_a_version_that_has_not_come(
+def test_waiting_pushes_and_unreleased_versions_do_not_time_out(
     ready: Desk,
 ) -> None:
     ready.hears(Released(0, version(1), whole(5)))
-    assert lives_on(ready, 10 * BULK_PATIENCE_S), "nobody has asked for it"
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "it was not requested"
     ready.happens(RequestVersion(0))
     assert lives_on(ready, 10 * BULK_PATIENCE_S)
     ready.happens(Offer(gradient()))
@@ -80,15 +71,15 @@ def test_chunks_of_a_released_version_must_come(ready: Desk) -> None:
     assert not lives_on(ready, 10)
 
 
-def test_patience_grows_until_something_comes(ready: Desk) -> None:
-    """A link that needs a minute for a chunk gets there at last."""
+def test_patience_grows_until_data_arrives(ready: Desk) -> None:
+    """A link that needs a minute for a chunk succeeds in the end."""
     patience = BULK_PATIENCE_S
     sends(ready)
     for _ in range(8):
         assert lives_on(ready, patience - 5)
         assert not lives_on(ready, 10)
         (push,) = ready.breaks().is_welcomed(version(0)).sent(Push)
-        assert push.push_id == 77, "and the push goes on"
+        assert push.push_id == 77, "and the push continues"
         ready.hears(Grant(77, 0, Standing.RESUME, b"\0\0", credit=4))
         patience = min(2 * patience, LONGEST_BULK_PATIENCE_S)
     ready.hears(Ack(77, 0, (0,)))
@@ -98,10 +89,10 @@ def test_patience_grows_until_something_comes(ready: Desk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
+def test_run_continues_after_a_data_connection_was_forgotten(
     up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From some chunk on all of that connection's bytes are swallowed; nothing is closed."""
+    """From some chunk on all bytes of that connection are dropped; nothing is closed."""
     monkeypatch.setattr("diloco_worker.session.connection.BULK_PATIENCE_S", 0.5)
     steps = 6
     outcomes = []
@@ -119,7 +110,7 @@ def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
         assert torch.equal(got.final[name], tensor)
 
 
-def test_description_of_a_model_has_the_time_that_a_slow_link_takes() -> None:
+def test_describing_a_model_may_take_as_long_as_a_slow_link_needs() -> None:
     made = desk(manifest=layered(2000)).connects()
     made.passes(JOIN_PATIENCE_S - 1)
     made.hears(Notice("describe"))
@@ -131,4 +122,4 @@ def test_description_of_a_model_has_the_time_that_a_slow_link_takes() -> None:
     assert made.all(Close)
     made.breaks()
     made.passes(JOIN_PATIENCE_S)
-    assert made.all(Close), "the next join is answered at once, or not at all"
+    assert made.all(Close), "the next join has the usual time limit"

@@ -1,4 +1,4 @@
-"""What the worker's session does with pushes, donations and pulls: a fake clock, no socket."""
+"""The session's handling of pushes, seeding and pulls: a simulated clock, no socket."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _outgoing(made: Desk) -> list[Send | SendChunk]:
     return [effect for effect in made.effects if isinstance(effect, Send | SendChunk)]
 
 
-def test_chunks_are_sent_within_credit_and_acks_give_it_back(offered: Desk) -> None:
+def test_chunks_are_sent_within_credit_and_acks_return_it(offered: Desk) -> None:
     assert [push.session for push in offered.sent(Push)] == [b"\1" * 16]
     assert not offered.chunks_sent
     offered.hears(Grant(77, 0, Standing.NEW, credit=3))
@@ -105,7 +105,7 @@ def test_resumed_push_sends_only_what_is_missing(
     assert offered.sent(Commit)
 
 
-def test_push_that_must_wait_sends_nothing_until_the_next_grant(offered: Desk) -> None:
+def test_waiting_push_sends_nothing_until_the_next_grant(offered: Desk) -> None:
     offered.hears(Grant(77, 0, Standing.WAIT))
     assert not _outgoing(offered)
     upload = offered.session.uploads.by_id[77]
@@ -116,12 +116,10 @@ def test_push_that_must_wait_sends_nothing_until_the_next_grant(offered: Desk) -
 
 
 @pytest.mark.parametrize("credit", [3, CHUNKS])
-def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_again(
-    offered: Desk, credit: int
-) -> None:
+def test_push_whose_grant_is_revoked_sends_all_chunks_again(offered: Desk, credit: int) -> None:
     offered.hears(Grant(77, 0, Standing.NEW, credit=credit), Ack(77, 0, ALL[: credit - 2]))
     offered.hears(Grant(77, 0, Standing.WAIT), Ack(77, 0, ALL))
-    assert not offered.effects[1:], "an ack of what was sent before is void"
+    assert not offered.effects[1:], "earlier acks are void"
     offered.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS))
     assert offered.chunks_sent == list(ALL)
     assert offered.sent(Commit)
@@ -129,7 +127,7 @@ def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_aga
     assert is_in(offered)
 
 
-def test_counted_push_sends_nothing_and_is_over_with_the_version_that_names_it(
+def test_counted_push_sends_nothing_and_ends_with_the_version_that_names_it(
     offered: Desk,
 ) -> None:
     assert [pull.after for pull in offered.sent(Pull)] == [0]
@@ -140,7 +138,7 @@ def test_counted_push_sends_nothing_and_is_over_with_the_version_that_names_it(
     assert PushOver(77) in offered.effects
 
 
-def test_push_that_was_in_is_not_so_at_a_broker_that_has_not_said_it(offered: Desk) -> None:
+def test_uploaded_push_is_not_uploaded_on_a_new_connection_until_granted(offered: Desk) -> None:
     offered.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS), Ack(77, 0, ALL))
     assert is_in(offered)
     offered.breaks().is_welcomed(version(0))
@@ -149,14 +147,14 @@ def test_push_that_was_in_is_not_so_at_a_broker_that_has_not_said_it(offered: De
     assert is_in(offered)
 
 
-def test_bitmap_that_does_not_fit_is_said_aloud_and_sends_nothing(offered: Desk) -> None:
+def test_malformed_bitmap_of_a_grant_is_logged_and_sends_nothing(offered: Desk) -> None:
     offered.hears(Grant(77, 0, Standing.RESUME, b"\xff\xff\xff", credit=8))
     assert not offered.chunks_sent
     assert offered.all(Say)[0].trouble
 
 
 @pytest.mark.parametrize("event", [Disconnected("It broke."), Received(Rejoin("other epoch"))])
-def test_push_is_offered_again_as_it_was_on_new_connections(offered: Desk, event: Event) -> None:
+def test_push_is_offered_again_unchanged_on_new_connections(offered: Desk, event: Event) -> None:
     (first,) = offered.sent(Push)
     offered.hears(Grant(77, 0, Standing.NEW, credit=4))
     offered.happens(event)
@@ -186,10 +184,10 @@ def test_push_made_while_away_is_offered_at_the_next_welcome(ready: Desk) -> Non
 
 @pytest.mark.parametrize(
     "ledger",
-    [Ledger({"me": (Counted(77, b"\x07\x00"),)}), whole(77, worker="somebody else")],
+    [Ledger({"me": (Counted(77, b"\x07\x00"),)}), whole(77, worker="another")],
     ids=["a part of it", "of another worker"],
 )
-def test_version_without_the_push_is_discarded_and_the_next_one_asked_for(
+def test_version_without_the_push_is_discarded_and_the_next_requested(
     offered: Desk, ledger: Ledger
 ) -> None:
     offered.receives(version(1), ledger)
@@ -199,7 +197,7 @@ def test_version_without_the_push_is_discarded_and_the_next_one_asked_for(
     assert [deliver.counted for deliver in offered.all(Deliver)] == [77]
 
 
-def test_rejected_push_is_over(offered: Desk) -> None:
+def test_rejected_push_ends(offered: Desk) -> None:
     offered.hears(Grant(77, 0, Standing.NEW, credit=2))
     offered.hears(Error("non_finite", "Chunk 1 has NaN.", push_id=77))
     assert offered.effects == [PushOver(77, "non_finite", "Chunk 1 has NaN.")]
@@ -209,14 +207,14 @@ def test_rejected_push_is_over(offered: Desk) -> None:
     assert not offered.sent(Push)
 
 
-def test_malformed_bitmap_of_a_refusal_is_no_bitmap_and_is_said(offered: Desk) -> None:
+def test_malformed_bitmap_of_a_rejection_is_ignored_and_logged(offered: Desk) -> None:
     offered.hears(Grant(77, 0, Standing.NEW, credit=2))
     offered.hears(Error("non_finite", "Chunk 1 has NaN.", push_id=77, counted=bytes(16)))
     (over,) = offered.all(PushOver)
     assert over.counted is None and [said.trouble for said in offered.all(Say)] == [True]
 
 
-def test_not_now_leaves_the_push_as_it_is_and_offers_it_again(offered: Desk) -> None:
+def test_retryable_error_offers_the_push_again(offered: Desk) -> None:
     offered.hears(Error("no_model", "Later.", retry=True, push_id=77))
     assert not offered.all(PushOver)
     offered.passes(LONGEST_BACKOFF_S)
@@ -240,7 +238,7 @@ def test_another_push_abandons_the_unfinished_one(ready: Desk) -> None:
         Start(),
     ],
 )
-def test_command_that_cannot_be_meant_raises_and_changes_nothing(ready: Desk, event: Event) -> None:
+def test_invalid_command_raises_and_changes_nothing(ready: Desk, event: Event) -> None:
     before = (
         ready.session.phase,
         dict(ready.session.uploads.by_id),
@@ -253,12 +251,12 @@ def test_command_that_cannot_be_meant_raises_and_changes_nothing(ready: Desk, ev
     assert after == before
 
 
-# Donating.
+# Seeding.
 
 
 @pytest.fixture
 def asked(fresh: Desk) -> Desk:
-    """It has joined a run without parameters and was asked for its own."""
+    """It has joined a run without parameters, and the broker asks for its own."""
     fresh.connects().is_welcomed()
     fresh.hears(Notice("donate", fragment=0))
     return fresh
@@ -269,20 +267,20 @@ def donation(made: Desk) -> Push:
     return push
 
 
-def test_parameters_are_offered_first_and_copied_then(asked: Desk) -> None:
-    """To copy a large model takes longer than the broker waits for an offer."""
+def test_seeding_push_is_offered_before_the_model_is_copied(asked: Desk) -> None:
+    """Copying a large model takes longer than the broker waits for an offer."""
     push = donation(asked)
     assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
     assert asked.effects[-2:] == [Send(push), PrepareDonation(push.push_id, 0)]
     asked.hears(Grant(push.push_id, 0, Standing.NEW, credit=4))
     assert not asked.chunks_sent
     asked.passes(10.0)
-    assert [beat.uploading for beat in asked.all(Beat)] == [True], "it is at it, and says so"
+    assert [beat.uploading for beat in asked.all(Beat)] == [True], "heartbeats say that it uploads"
     asked.happens(Prepared(push.push_id))
     assert asked.chunks_sent == [0, 1, 2, 3]
 
 
-def test_copy_that_is_ready_before_the_grant_waits_for_it_and_is_over_when_all_is_in(
+def test_seeding_push_copied_early_waits_for_its_grant_and_ends_with_the_last_ack(
     asked: Desk,
 ) -> None:
     push = donation(asked)
@@ -294,7 +292,7 @@ def test_copy_that_is_ready_before_the_grant_waits_for_it_and_is_over_when_all_i
     assert PushOver(push.push_id) in asked.effects
 
 
-def test_refused_donor_drops_its_copy_and_waits_for_the_parameters_of_another(asked: Desk) -> None:
+def test_rejected_seed_worker_drops_its_copy_and_waits_for_other_parameters(asked: Desk) -> None:
     push = donation(asked)
     asked.hears(Error("not_allowed", "The run has others.", push_id=push.push_id, about="push"))
     assert asked.effects == [PushOver(push.push_id), Say("The run has others.", trouble=True)]
@@ -303,29 +301,29 @@ def test_refused_donor_drops_its_copy_and_waits_for_the_parameters_of_another(as
     assert [deliver.released.version for deliver in asked.all(Deliver)] == [version(0)]
 
 
-def test_donation_ends_with_its_connection(asked: Desk) -> None:
+def test_seeding_push_ends_with_its_connection(asked: Desk) -> None:
     push = donation(asked)
     asked.happens(Disconnected("It broke."))
     assert PushOver(push.push_id) in asked.effects
 
 
 def donates_again(made: Desk) -> Push:
-    """Its connection breaks, and the broker asks for what it holds."""
+    """Its connection breaks, and the broker asks for the held version."""
     made.breaks().is_welcomed()
     made.hears(Notice("donate", fragment=0))
     return donation(made)
 
 
-def test_version_that_is_held_is_donated_with_its_ledger_under_one_push_id(ready: Desk) -> None:
+def test_held_version_seeds_with_its_ledger_under_one_push_id(ready: Desk) -> None:
     push, again = donates_again(ready), donates_again(ready)
     assert (again.push_id, again.base) == (push.push_id, version(0))
     ready.holds(version(4), whole(5))
     other = donates_again(ready)
     assert (other.base, other.ledger) == (version(4), whole(5))
-    assert other.push_id != push.push_id, "other values are another donation"
+    assert other.push_id != push.push_id, "other values are another push"
 
 
-def test_donation_and_pseudo_gradient_are_under_way_together(offered: Desk) -> None:
+def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) -> None:
     offered.breaks().is_welcomed()
     offered.hears(Error("no_model", "Later.", retry=True, push_id=77, about="push"))
     offered.hears(Notice("donate", fragment=0))
@@ -341,7 +339,7 @@ def test_donation_and_pseudo_gradient_are_under_way_together(offered: Desk) -> N
 
 
 @pytest.mark.parametrize("released_at", [0, 5, CHUNKS])
-def test_version_is_delivered_once_chunks_and_released_are_here_in_any_order(
+def test_version_is_delivered_once_chunks_and_released_arrived_in_any_order(
     fresh: Desk, released_at: int
 ) -> None:
     fresh.connects().is_welcomed(version(3))
@@ -356,7 +354,7 @@ def test_version_is_delivered_once_chunks_and_released_are_here_in_any_order(
     assert delivered.released.version == version(3)
 
 
-def test_credit_goes_back_in_batches_and_for_every_chunk_and_each_is_stored_once(
+def test_credit_is_returned_in_batches_and_each_chunk_stored_once(
     fresh: Desk,
 ) -> None:
     fresh.connects().is_welcomed(version(3))
@@ -370,10 +368,10 @@ def test_credit_goes_back_in_batches_and_for_every_chunk_and_each_is_stored_once
 
 
 @pytest.mark.parametrize("released_first", [True, False])
-def test_released_may_come_before_chunks_of_its_version_and_survives_those_of_an_older_one(
+def test_released_may_precede_chunks_and_survives_those_of_an_older_version(
     fresh: Desk, released_first: bool
 ) -> None:
-    """They were under way on the other connection when this reader was moved to the newer version."""
+    """They were in flight on the other connection when this reader was moved to the newer version."""
     fresh.connects().is_welcomed(version(3))
     released, older = Released(0, version(4), Ledger()), Chunk(0, 0, version=version(3))
     fresh.hears(*((released, older) if released_first else (older, released)))
@@ -381,13 +379,13 @@ def test_released_may_come_before_chunks_of_its_version_and_survives_those_of_an
     assert [deliver.released.version for deliver in fresh.all(Deliver)] == [version(4)]
 
 
-def test_chunks_of_another_version_begin_the_assembly_anew(fresh: Desk) -> None:
+def test_chunks_of_another_version_restart_the_assembly(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(3))
     fresh.hears(*(Chunk(0, index, version=version(3)) for index in range(CHUNKS - 1)))
     fresh.hears(Released(0, version(4), Ledger()))
     fresh.hears(Chunk(0, CHUNKS - 1, version=version(4)))
     assert fresh.effects[-2:] == [BeginVersion(0, version(4)), StoreChunk(0, CHUNKS - 1)]
-    assert not fresh.all(Deliver), "nine chunks of version 3 and one of version 4 are no version"
+    assert not fresh.all(Deliver), "chunks of two versions are not a version"
     fresh.receives(version(4))
     assert fresh.all(Deliver)[0].released.version == version(4)
 
@@ -409,7 +407,7 @@ def test_download_goes_on_where_it_stopped(fresh: Desk) -> None:
 @pytest.mark.parametrize(
     "chunk", [Chunk(7, 0, version=version(1)), Chunk(0, CHUNKS, version=version(1)), Chunk(0, 0)]
 )
-def test_chunk_that_does_not_exist_is_said_aloud(fresh: Desk, chunk: Chunk) -> None:
+def test_nonexistent_chunk_is_logged(fresh: Desk, chunk: Chunk) -> None:
     fresh.connects().is_welcomed(version(1))
     fresh.hears(chunk)
     assert fresh.all(Say)[0].trouble
@@ -421,17 +419,17 @@ def test_chunk_that_does_not_exist_is_said_aloud(fresh: Desk, chunk: Chunk) -> N
     [
         (0, [version(6)], [(0, -1)]),
         (0, [version(6), version(6, tag=99)], [(0, -1)]),  # frozen parameters come once
-        (6, [version(2)], []),  # it is behind, and may ask for what is held
+        (6, [version(2)], []),  # it is behind, and may request the held one
     ],
 )
-def test_newer_version_is_asked_for_after_coming_back(
+def test_newer_version_is_requested_after_a_reconnect(
     ready: Desk, held: int, theirs: list[VersionId], pulls: list[tuple[int, int]]
 ) -> None:
     ready.holds(version(held))
     ready.breaks().is_welcomed(*theirs)
     assert [(pull.fragment, pull.after) for pull in ready.sent(Pull)] == pulls
     ready.hears(Chunk(0, 0, version=version(9)))
-    assert len(ready.all(StoreChunk)) == len(pulls), "a chunk that nobody waits for is dropped"
+    assert len(ready.all(StoreChunk)) == len(pulls), "an unrequested chunk is dropped"
 
 
 def at_version(made: Desk, counter: int) -> Desk:
@@ -443,7 +441,7 @@ def at_version(made: Desk, counter: int) -> Desk:
 
 
 @pytest.mark.parametrize("first", ["push", "welcome"])
-def test_push_at_a_broker_that_went_back_asks_for_what_comes_after_its_version(
+def test_push_at_a_restored_broker_requests_the_version_after_its_own(
     ready: Desk, first: str
 ) -> None:
     at_version(ready, 6)
@@ -464,7 +462,7 @@ def test_push_at_a_broker_that_went_back_asks_for_what_comes_after_its_version(
 @pytest.mark.parametrize(
     ("event", "theirs"), [(Offer(gradient(base=6)), []), (RequestVersion(0), [version(2, tag=99)])]
 )
-def test_broker_that_went_back_is_asked_for_anything(
+def test_restored_broker_is_asked_for_any_version(
     ready: Desk, event: Event, theirs: list[VersionId]
 ) -> None:
     """It has nothing at all, or its newest version is wanted."""
@@ -477,7 +475,7 @@ def test_broker_that_went_back_is_asked_for_anything(
     assert [pull.after for pull in ready.sent(Pull)] == [-1]
 
 
-def test_version_that_counted_the_push_while_the_connection_was_broken_is_asked_for(
+def test_version_that_counted_the_push_while_disconnected_is_requested(
     ready: Desk,
 ) -> None:
     at_version(ready, 6)
@@ -489,7 +487,7 @@ def test_version_that_counted_the_push_while_the_connection_was_broken_is_asked_
     assert ready.all(Deliver)[0].counted == 77
 
 
-def test_asking_for_the_newest_costs_no_chunk_when_it_is_held(ready: Desk) -> None:
+def test_requesting_the_newest_version_costs_no_chunk_when_it_is_held(ready: Desk) -> None:
     ready.happens(RequestVersion(0))
     (pull,) = ready.sent(Pull)
     assert (pull.after, pull.held_version) == (-1, version(0))
@@ -503,15 +501,15 @@ def test_asking_for_the_newest_costs_no_chunk_when_it_is_held(ready: Desk) -> No
     assert (newer.unchanged, newer.released.version) == (False, version(1))
 
 
-def test_newest_is_delivered_even_if_chunks_of_the_next_one_were_under_way(offered: Desk) -> None:
+def test_newest_is_delivered_even_if_chunks_of_the_next_are_in_flight(offered: Desk) -> None:
     offered.happens(RequestVersion(0))
-    offered.hears(Chunk(0, 0, version=version(1)))  # was on its way when we asked
+    offered.hears(Chunk(0, 0, version=version(1)))  # sent before our request
     offered.hears(Released(0, version(0), Ledger()))
     assert [deliver.unchanged for deliver in offered.all(Deliver)] == [True]
-    assert [pull.after for pull in offered.sent(Pull)] == [0], "the push is still waited for"
+    assert [pull.after for pull in offered.sent(Pull)] == [0], "the push is still pending"
 
 
-def test_version_that_was_asked_for_is_delivered_although_it_lacks_the_push(offered: Desk) -> None:
+def test_requested_version_is_delivered_although_it_lacks_the_push(offered: Desk) -> None:
     offered.happens(RequestVersion(0))
     offered.receives(version(1))
     assert [deliver.counted for deliver in offered.all(Deliver)] == [None]
@@ -519,7 +517,7 @@ def test_version_that_was_asked_for_is_delivered_although_it_lacks_the_push(offe
     assert [deliver.counted for deliver in offered.all(Deliver)] == [77]
 
 
-def test_pull_that_was_refused_is_sent_again_after_a_second(fresh: Desk) -> None:
+def test_refused_pull_is_retried_after_a_second(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(0))
     fresh.hears(Error("no_model", "Nobody has provided parameters yet.", retry=True, about="pull"))
     fresh.passes(1.1)
@@ -527,7 +525,7 @@ def test_pull_that_was_refused_is_sent_again_after_a_second(fresh: Desk) -> None
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_version_of_differences_is_delivered_once_the_last_has_come_to_what_it_must(
+def test_version_of_differences_is_delivered_once_all_checksums_match(
     ready: Desk, is_good: bool
 ) -> None:
     ready.session.downloads.set_reply("int8")
@@ -542,10 +540,10 @@ def test_version_of_differences_is_delivered_once_the_last_has_come_to_what_it_m
     assert is_good or [pull.delta_of for pull in ready.sent(Pull)] == [None]
 
 
-def test_copy_that_is_another_is_fetched_whole_once_whatever_is_still_under_way(
+def test_mismatched_copy_is_fetched_complete_once(
     ready: Desk,
 ) -> None:
-    """A worker of several processes hears of each chunk that was on its way to them."""
+    """A worker of several processes hears of each chunk that was in flight to them."""
     ready.session.downloads.set_reply("int8")
     ready.happens(Offer(gradient()))
     ready.happens(Spoilt(0))
@@ -557,6 +555,6 @@ def test_copy_that_is_another_is_fetched_whole_once_whatever_is_still_under_way(
     assert not ready.sent(Pull) and not ready.all(Say)
     ready.hears(*[Chunk(0, index, version=version(1)) for index in range(1, CHUNKS)])
     ready.hears(Released(0, version(1), Ledger({"me": (Counted(77),)})))
-    assert ready.all(Deliver), "what had come of the whole is not forgotten"
+    assert ready.all(Deliver), "chunks of the complete version are kept"
     ready.happens(Spoilt(0))
-    assert ready.all(Say), "what came whole is trusted, and may be doubted again"
+    assert ready.all(Say), "a complete version is trusted, and may be doubted again"

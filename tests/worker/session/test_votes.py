@@ -1,6 +1,8 @@
-"""A worker keeps its word: who votes for a hub votes for no standby for a while, and the other way."""
+"""After a vote for a root broker a worker refuses standbys for a while, and vice versa."""
 
 from __future__ import annotations
+
+import pytest
 
 from diloco_protocol.messages import Join, Leave, Notice, Vote, Welcome
 from diloco_worker.session.connection import SAFETY, Votes
@@ -12,7 +14,7 @@ L = 3.0
 
 
 def asked(votes: Votes, what: str, now: float) -> list[int]:
-    """The nonces that are returned when somebody asks."""
+    """The nonces of its votes."""
     sent = list(votes.asked(Notice(what, nonce=5, seconds=L), b"s", now))
     found = []
     for effect in sent:
@@ -22,29 +24,17 @@ def asked(votes: Votes, what: str, now: float) -> list[int]:
     return found
 
 
-def test_a_vote_returns_the_nonce_at_once() -> None:
-    assert asked(Votes(99), "lease", 10.0) == [5]
-    assert asked(Votes(99), "standby", 10.0) == [5]
-
-
-def test_who_has_voted_for_a_hub_votes_for_no_standby_until_its_word_is_over() -> None:
+@pytest.mark.parametrize(("first", "other"), [("lease", "standby"), ("standby", "lease")])
+def test_vote_is_a_promise_against_others(first: str, other: str) -> None:
     votes = Votes(99)
-    assert asked(votes, "lease", 10.0)
-    assert asked(votes, "lease", 11.0)
-    assert not asked(votes, "standby", 11.0 + SAFETY * L - 0.01)
-    assert asked(votes, "standby", 11.0 + SAFETY * L)
+    assert asked(votes, first, 10.0) == [5], "at once"
+    assert asked(votes, first, 11.0)
+    assert not asked(votes, other, 11.0 + SAFETY * L - 0.01)
+    assert asked(votes, other, 11.0 + SAFETY * L)
+    assert not asked(votes, first, 12.0 + SAFETY * L)
 
 
-def test_who_has_voted_for_a_standby_votes_for_no_hub_until_its_word_is_over() -> None:
-    votes = Votes(99)
-    assert asked(votes, "standby", 10.0)
-    assert not asked(votes, "lease", 10.0 + SAFETY * L - 0.01)
-    assert asked(votes, "standby", 13.0)
-    assert not asked(votes, "lease", 13.0 + SAFETY * L - 0.01)
-    assert asked(votes, "lease", 13.0 + SAFETY * L)
-
-
-def test_the_longest_word_counts() -> None:
+def test_the_longest_promise_holds() -> None:
     votes = Votes(99)
     list(votes.asked(Notice("lease", nonce=5, seconds=100.0), b"s", 0.0))
     assert asked(votes, "lease", 1.0)
@@ -59,7 +49,7 @@ def test_a_session_votes_under_the_number_that_it_joined_with() -> None:
     assert worker.sent(Vote) == [Vote(b"\1" * 16, join.voter or 0, 5)]
 
 
-def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> None:
+def test_worker_of_a_later_hub_does_not_return_to_an_earlier_one() -> None:
     worker = desk(places=2).connects()
     worker.is_welcomed(term=1)
     worker.breaks()
@@ -71,12 +61,12 @@ def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> Non
     assert worker.session.phase.value == "joined"
 
 
-def test_nonsense_gets_no_vote() -> None:
+def test_malformed_request_gets_no_vote() -> None:
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         assert not list(Votes(99).asked(Notice("lease", nonce=5, seconds=seconds), b"s", 0.0))
 
 
-def test_who_knows_a_standby_notices_a_silent_hub_within_two_leases() -> None:
+def test_worker_with_a_standby_detects_a_silent_hub_within_two_leases() -> None:
     one, two = (desk(places=count).connects() for count in (1, 2))
     for worker in (one, two):
         worker.happens(Received(Welcome(b"\1" * 16, "epoch", CONFIG, 0, lease=L)))

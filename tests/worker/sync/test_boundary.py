@@ -1,4 +1,4 @@
-"""What is decided after each optimizer step: freezing, waiting, merging, leaving, going on again."""
+"""The decisions after each optimizer step: freezing, waiting, merging, leaving, resuming."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from diloco_worker.session.news import Work
 from diloco_worker.sync import boundary
 from diloco_worker.sync.boundary import resume
 from diloco_worker.sync.fragment import InFlight, TrainingBase
-from diloco_worker.sync.patience import HASTY_S, Options
 from diloco_worker.sync.ports import NonFinite
 from diloco_worker.sync.schedule import SchedulePlace
+from diloco_worker.sync.state import HASTY_S, Options
 from kit.boundary_harness import Trainer, version
 
 H = 4
@@ -50,7 +50,7 @@ def test_at_a_slot_the_delta_is_frozen_offered_and_waited_for() -> None:
     assert push.wire_dtype == training.config.wire_dtype
 
 
-def test_inner_step_costs_no_poll_unless_something_has_arrived() -> None:
+def test_inner_step_does_not_poll_unless_something_arrived() -> None:
     training = trainer()
     before = training.polls
     training.steps(H - 2)
@@ -76,7 +76,7 @@ def test_reply_is_merged_and_training_goes_on() -> None:
     assert training.steps(H).pushes[-1].base == version(1)
 
 
-def test_worker_without_heartbeats_sends_none_at_a_boundary_either() -> None:
+def test_worker_without_heartbeats_sends_none_at_a_boundary() -> None:
     training = trainer(Options(heartbeat_interval=0)).steps(H)
     training.receives(1, counted=training.pushes[0])
     assert not training.waits()
@@ -97,7 +97,7 @@ def test_work_since_the_last_freeze_goes_with_the_push() -> None:
     assert training.said.count(warning) == 1
 
 
-# What ends the waiting.
+# Ends of a wait.
 
 REASONS: list[tuple[dict[str, Any], str]] = [
     ({"asked_to_stop": "SIGTERM asks this process to end"}, "SIGTERM asks this process to end"),
@@ -114,9 +114,9 @@ REASONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), REASONS)
-def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reason: str) -> None:
+def test_training_continues_with_the_delta_in_flight(changes: dict[str, Any], reason: str) -> None:
     training = at_the_boundary().changes(reconnections=3)
-    assert training.waits(), "so often the connection may break"
+    assert training.waits(), "the connection may break this often"
     training.forget()
     training.changes(**changes)
     assert not training.waits()
@@ -126,14 +126,14 @@ def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reas
     assert training.state.unsynced_steps == H + 1
 
 
-def test_it_looks_again_when_silence_would_end_the_waiting() -> None:
+def test_wait_polls_again_when_silence_would_end_it() -> None:
     training = trainer(Options(timeout=20.0))
     training.changes(silence=5.0)
     (seconds,) = training.steps(H).waited
     assert seconds == 15.0
 
 
-# Training goes on behind a freeze.
+# Training continues after a freeze.
 
 
 def test_reply_is_merged_at_its_apply_point() -> None:
@@ -150,7 +150,7 @@ def test_reply_is_merged_at_its_apply_point() -> None:
     assert training.outcomes == ["counted", "counted"]
 
 
-def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes() -> None:
+def test_counted_delta_is_kept_when_a_newer_version_arrives() -> None:
     training = trainer(fragment_sync_delay=2).steps(H)
     training.receives(1, counted=training.pushes[0]).steps(1)
     training.receives(5).steps(1)
@@ -158,7 +158,7 @@ def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes() -> No
     assert (training.state.fragments[0].version, training.metrics.pushes) == (version(5), 1)
 
 
-def test_version_that_comes_without_a_flight_moves_the_model() -> None:
+def test_version_without_a_push_in_flight_moves_the_model() -> None:
     training = trainer().steps(1).receives(3).steps(1)
     assert training.outcomes == ["moved"]
     assert training.state.fragments[0].version == version(3)
@@ -172,7 +172,7 @@ def test_version_that_comes_without_a_flight_moves_the_model() -> None:
 @pytest.mark.parametrize(
     ("code", "requests", "next_round"), [("late", 1, 1), ("stale", 1, 0), ("bad_push", 0, 0)]
 )
-def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
+def test_dropped_delta_is_removed_and_a_late_worker_moves_on(
     code: str, requests: int, next_round: int
 ) -> None:
     training = at_the_boundary()
@@ -180,7 +180,7 @@ def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
     training.is_granted(push, 0).is_refused(push, code)
     assert not training.waits()
     assert training.outcomes == ["rejected"]
-    assert training.state.schedule.cursor == next_round, "any round but a closed one wants the push"
+    assert training.state.schedule.cursor == next_round, "any round but a closed one needs the push"
     assert len(training.all(RequestVersion)) == requests
     (ended,) = training.ended
     assert (ended.version, ended.why) == (None, code)
@@ -188,10 +188,10 @@ def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
 
 
 @pytest.mark.parametrize(("may_count", "kept"), [(None, 2), ([], 0), ([1], 4), ([0, 1], 2)])
-def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_two_fragments(
+def test_quantized_pushes_rejected_in_a_row_are_kept_up_to_two_fragments(
     may_count: list[int] | None, kept: int
 ) -> None:
-    """No version comes meanwhile in which they could be looked for. The oldest are given up first."""
+    """No version arrives meanwhile to search for them. The oldest are given up first."""
     training, told = trainer(wire_dtype="int4"), None
     if may_count is not None:
         told = Bitmap(2)
@@ -202,7 +202,7 @@ def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_tw
         training.is_refused(training.pushes[-1], "non_finite", counted=told)
     last = [push.push_id for push in training.pushes][6 - kept :]
     assert dropped(training) == last
-    for counter in (1, 2):  # the first may have been there before the round that they were in
+    for counter in (1, 2):  # the first may precede their round
         assert dropped(training) == last
         training.steps(H).receives(counter, counted=training.pushes[-1])
     assert dropped(training) == []
@@ -213,12 +213,12 @@ def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_tw
 
 
 def dropped(training: Trainer) -> list[int]:
-    """The pushes that a checkpoint says are still looked for."""
+    """The dropped pushes in a checkpoint that are not settled."""
     (base,) = training.state.training_bases(training.totals)
     return [each.push_id for each in base.dropped]
 
 
-def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:
+def test_non_finite_delta_restores_every_fragment_and_is_not_sent() -> None:
     training = trainer(num_fragments=2)
     training.bad = NonFinite("layer.weight")
     training.steps(2)
@@ -226,10 +226,10 @@ def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() ->
     assert training.pushes == []
     assert training.outcomes == ["restored", "restored"]
     assert "not finite in layer.weight" in training.said
-    assert training.steps(2).pushes[0].steps == 2, "what was given up is in no push"
+    assert training.steps(2).pushes[0].steps == 2, "discarded steps are in no push"
 
 
-def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
+def test_superseding_version_ends_the_push_in_flight() -> None:
     training = trainer(fragment_sync_delay=3).steps(H)
     training.receives(7, superseding="an earlier life has sent them").steps(1)
     assert training.outcomes == ["superseded"]
@@ -237,11 +237,11 @@ def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
     assert training.ended[0].why == "superseded"
 
 
-# What is broken off.
+# Interrupted boundaries.
 
 
-def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that_failed() -> None:
-    """Nothing that has come asks for it, so it must not be forgotten."""
+def test_failed_removal_of_non_finite_steps_is_retried_after_the_next_step() -> None:
+    """No message asks for it, so it must not be forgotten."""
     training = trainer()
     training.bad = NonFinite("layer.weight")
     training.fails = MemoryError("full")
@@ -253,9 +253,7 @@ def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that
 
 
 @pytest.mark.parametrize("where", ["offer", "show_waiting", "wait"])
-def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
-    where: str,
-) -> None:
+def test_interrupted_boundary_is_completed_once_after_the_next_step(where: str) -> None:
     training = trainer()
     training.interrupts = where
     training.steps(H).steps(1)
@@ -269,10 +267,10 @@ def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
     assert training.outcomes == ["counted"]
 
 
-# What the script asks for.
+# Calls of the script.
 
 
-def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() -> None:
+def test_forced_synchronisation_pushes_every_fragment_and_begins_a_new_cycle() -> None:
     training = trainer(num_fragments=2).steps(1)
     training.does(boundary.force)
     for counter, fragment in enumerate((0, 1), start=1):
@@ -281,12 +279,12 @@ def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() ->
     assert training.result is True
     assert [push.fragment for push in training.pushes] == [0, 1]
     assert not training.steps(1).waits()
-    assert training.steps(1).waits(), "the cycle begins anew: H / P steps to its first slot"
+    assert training.steps(1).waits(), "a new cycle: H / P steps to its first slot"
     refused = trainer().steps(1).does(boundary.force)
     assert refused.is_refused(refused.pushes[0], "bad_push").result is False
 
 
-def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
+def test_newest_parameters_are_loaded_once_all_arrived() -> None:
     training = trainer(num_fragments=2).steps(1)
     training.does(boundary.load)
     assert [each.fragment for each in training.all(RequestVersion)] == [0, 1]
@@ -309,7 +307,7 @@ def leaving(*, hasty: bool = False, **changes: Any) -> Trainer:
     return training.does(lambda state: boundary.leave(state, hasty=hasty))
 
 
-def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() -> None:
+def test_leaving_worker_waits_for_its_push_and_leaves_the_model_alone() -> None:
     training = leaving()
     push = training.state.fragments[0].in_flight
     assert training.waits()
@@ -319,13 +317,13 @@ def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() 
     assert training.outcomes == []
     assert training.metrics.pushes == 1
     (base,) = training.state.training_bases(Work())
-    assert (base.version, base.in_flight) == (version(0), push), "a checkpoint goes on from here"
+    assert (base.version, base.in_flight) == (version(0), push), "a checkpoint resumes from here"
 
 
 @pytest.mark.parametrize(
     ("is_restarting", "away"), [(False, ""), (True, "; the broker restarts and was not back")]
 )
-def test_who_leaves_waits_no_longer_than_the_timeout(is_restarting: bool, away: str) -> None:
+def test_leaving_worker_waits_no_longer_than_the_timeout(is_restarting: bool, away: str) -> None:
     training = leaving().changes(is_restarting=is_restarting)
     assert training.passes(599.0).waits()
     training.passes(2.0)
@@ -333,7 +331,7 @@ def test_who_leaves_waits_no_longer_than_the_timeout(is_restarting: bool, away: 
 
 
 @pytest.mark.parametrize("where", ["uploaded", "put_off"])
-def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
+def test_interrupted_process_waits_only_for_its_upload(where: str) -> None:
     training = leaving(hasty=True)
     in_flight = training.state.fragments[0].in_flight
     assert in_flight is not None
@@ -342,7 +340,7 @@ def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
     assert not training.waits()
 
 
-# Going on from a checkpoint.
+# Resuming from a checkpoint.
 
 
 def resumed(known: Ledger, in_flight: InFlight | None, *, arrives: dict[str, Any]) -> Trainer:
@@ -363,7 +361,7 @@ def a_push_in_flight() -> InFlight:
     return InFlight(in_flight.push, 4, 4, 8)
 
 
-def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
+def test_resumed_worker_keeps_its_place_and_offers_its_push() -> None:
     in_flight = a_push_in_flight()
     ledger = Ledger({"me": (Counted(77),)})
     training = resumed(ledger, in_flight, arrives={"counter": 5})
@@ -372,10 +370,10 @@ def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
     assert not training.offered[0].is_new
     assert "step 6, 2 steps into the cycle" in training.said
     training.steps(2)
-    assert training.waits(), "its boundary is where it was"
+    assert training.waits(), "its boundary is at the same step"
 
 
-def test_resumed_worker_takes_in_what_an_earlier_life_has_sent() -> None:
+def test_resumed_worker_adopts_what_an_earlier_incarnation_pushed() -> None:
     arrives = {"counter": 6, "counted": a_push_in_flight().push}
     training = resumed(Ledger(), None, arrives=arrives)
     assert training.outcomes == ["superseded"]

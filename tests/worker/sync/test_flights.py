@@ -1,4 +1,4 @@
-"""Deltas in flight: when each is waited for, which H is in use, and what is said of them.
+"""Deltas in flight: when each is waited for, which H is in use, and the log.
 
 With H = 12 and P = 3 fragment 0 has its slot after step 4; with H = 6, after step 2.
 """
@@ -15,7 +15,7 @@ from diloco_worker.session.compatibility import gives_way
 from diloco_worker.session.news import Arrival
 from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncLines
-from diloco_worker.sync.patience import Options
+from diloco_worker.sync.state import Options
 from kit.boundary_harness import Trainer, version
 
 H = 4
@@ -78,7 +78,7 @@ def test_training_waits_for_a_reply_that_takes_longer_than_the_longest_delay(
     assert (training.metrics.merge_delay, training.metrics.seconds_waited) == (waits_after, 2.5)
 
 
-def test_slot_of_a_fragment_that_is_still_in_flight_waits_for_it() -> None:
+def test_slot_of_a_fragment_in_flight_waits_for_it() -> None:
     training = trainer(sync_every=2, fragment_max_delay=100).steps(3)
     assert not training.waits()
     training.steps(1)
@@ -93,7 +93,7 @@ def test_slot_of_a_fragment_that_is_still_in_flight_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize(("first_round", "next_fragment"), [(3, 1), (4, 1), (5, 2), (2, 2)])
-def test_welcome_moves_the_cursor_past_what_is_in_flight(
+def test_welcome_moves_the_cursor_past_pushes_in_flight(
     first_round: int, next_fragment: int
 ) -> None:
     training = streaming(fragment_max_delay=100).steps(2)
@@ -102,11 +102,11 @@ def test_welcome_moves_the_cursor_past_what_is_in_flight(
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(delay: int) -> None:
-    """In its late round it has the delay of one that was frozen there."""
+def test_deferred_push_is_not_awaited_before_its_round(delay: int) -> None:
+    """In its later round it has the delay of a push frozen there."""
     training = streaming(fragment_sync_delay=delay).steps(2)
     (push,) = training.pushes
-    training.is_put_off(push, 3)  # rounds 1 and 2 still want pushes of this worker
+    training.is_put_off(push, 3)  # rounds 1 and 2 still need pushes of this worker
     for fragment in (1, 2):
         training.steps(2)
         other = training.pushes[-1]
@@ -120,15 +120,15 @@ def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(delay
     training.is_granted(push, 3).receives(2, counted=push).steps(2 - delay)
     following = training.pushes[-1]
     assert (following.fragment, following.steps) == (1, 6)
-    assert training.said.count("carried into round 3") == 1
+    assert training.said.count("deferred to round 3") == 1
 
 
-def test_notice_that_a_push_is_carried_ends_the_waiting() -> None:
+def test_notice_of_a_deferred_push_ends_the_wait() -> None:
     training = streaming().steps(2)
     assert training.waits()
     training.is_carried(0, 3)
     assert not training.waits()
-    assert "trouble" not in training.calls, "a matter of course"
+    assert "trouble" not in training.calls, "it is expected"
 
 
 def test_version_made_meanwhile_moves_the_turn_past_its_round() -> None:
@@ -146,7 +146,7 @@ def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker() -> None:
 
 
 @pytest.mark.parametrize("told", ["granted", "carried"])
-def test_leaving_waits_until_a_carried_push_is_in(told: str) -> None:
+def test_leaving_waits_until_a_deferred_push_is_uploaded(told: str) -> None:
     training = streaming(fragment_sync_delay=2).steps(2)
     (push,) = training.pushes
     if told == "granted":
@@ -175,7 +175,7 @@ def test_leaving_waits_until_a_carried_push_is_in(told: str) -> None:
     ],
     ids=str,
 )
-def test_h_is_the_workers_own_or_what_the_broker_has_worked_out_or_the_runs(
+def test_h_is_the_workers_own_or_the_brokers_for_it_or_the_runs(
     config: dict[str, Any], own: dict[str, Any], worked_out: int | None, used: int
 ) -> None:
     training = trainer(Options(**own), **config).changes(sync_every=worked_out)
@@ -187,7 +187,7 @@ def test_h_is_the_workers_own_or_what_the_broker_has_worked_out_or_the_runs(
         cycles.append(training.step - began)
         training.receives(counter, counted=training.pushes[-1])
     at_first = min(own.get("sync_every", H), H) if worked_out else used
-    assert cycles == [at_first, used], "a cycle goes on as it began"
+    assert cycles == [at_first, used], "a cycle keeps its H"
 
 
 def test_own_h_gives_way_to_a_smaller_one_of_the_run() -> None:
@@ -202,10 +202,10 @@ def test_own_wire_dtype_is_that_of_the_pushes() -> None:
     assert push.wire_dtype == "bf16"
 
 
-# What is said.
+# The log.
 
 
-def test_staleness_is_what_the_broker_says_or_is_worked_out() -> None:
+def test_staleness_is_the_brokers_or_is_computed() -> None:
     training = trainer(mode="async").steps(H)
     training.receives(9, counted=training.pushes[-1], staleness=2)
     assert training.metrics.staleness == 2
@@ -221,10 +221,10 @@ def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> Non
     assert training.waits()
     assert not training.passes(5.0).waits()
     assert training.said.endswith("longer than 4 s; the broker restarts and was not back.")
-    assert "where it counts" not in training.said
+    assert "is uploaded" not in training.said
 
 
-# The line for pushes that have counted, and the warning where nothing is learnt.
+# The line for counted pushes, and the warning about deltas of zeros.
 
 
 def a_push(push_id: int, steps: int) -> Push:
@@ -245,14 +245,14 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
         now += 0.125
     lines = [line for line in said if line is not None]
     assert len(lines) == 4
-    assert "waited 1.0 s." in lines[0], "what a previous life has waited is no part of it"
+    assert "waited 1.0 s." in lines[0], "without the waits of a previous incarnation"
     assert "version 9 (round 8)" in lines[1]
     assert lines[1].endswith("waited 8.0 s; and 7 more since the last line.")
     assert "version 30" in str(told.line(130.0, at_once=True))
-    assert told.line(140.0, at_once=True) is None, "nothing is said twice"
+    assert told.line(140.0, at_once=True) is None, "nothing is logged twice"
 
 
-def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
+def test_fragment_with_zero_deltas_is_named_until_it_moves() -> None:
     training = Trainer(RunConfig(mode="sync", sync_every=4, num_fragments=2, chunk_elements=10))
     training.begins()
     # Of fragments 0 and 1 in turn, the norm of the push, and the warnings up to then.

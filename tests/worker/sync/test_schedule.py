@@ -38,9 +38,7 @@ def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.Dat
 
 
 @given(st.integers(1, 9), st.data())
-def test_worker_that_goes_on_from_a_checkpoint_keeps_its_place_in_the_cycle(
-    fragments: int, data: st.DataObject
-) -> None:
+def test_resumed_worker_keeps_its_place_in_the_cycle(fragments: int, data: st.DataObject) -> None:
     every = data.draw(st.integers(fragments, 40))
     stop = data.draw(st.integers(0, 3 * every))
     before = RoundSchedule(every, fragments)
@@ -56,7 +54,7 @@ def test_checkpoint_without_the_start_of_its_cycle_shifts_the_schedule() -> None
     assert due_steps(RoundSchedule(4, 1, step=6, cycle_start=1), 8, 6) == [9, 13]
 
 
-def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
+def test_unused_slot_stays_due_and_shifts_the_rest() -> None:
     turns = RoundSchedule(6, 3)
     assert [step for step in range(1, 6) if turns.is_due(step)] == [2, 3, 4, 5]
     turns.use_slot(5)
@@ -88,7 +86,7 @@ def test_more_fragments_than_steps_are_refused() -> None:
 
 
 def after(story: str, fragments: int = 3, *, common: bool = True) -> RoundSchedule:
-    """What has happened, in calls with their arguments: "push, granted 0 wait 3, dropped 0 late"."""
+    """A schedule after these calls with their arguments: "push, granted 0 wait 3, dropped 0 late"."""
     turns = RoundSchedule(2 * fragments, fragments, common=common)
     for step in story.split(", "):
         call, *words = step.split()
@@ -112,7 +110,7 @@ def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> N
     assert all(turns.may_wait(fragment) for fragment in range(3))
 
 
-def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
+def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
     assert after("push", fragments=1).turn() is TurnState.BUSY
     with pytest.raises(AssertionError, match="no second delta"):
         after("push, push", fragments=1)
@@ -128,7 +126,8 @@ def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
         (3, "push, carried 0 3", 1),
         (3, "push, carried 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1", 4),
         (3, "push, push, push, granted 0 wait 6, skip", 4),  # over without this worker
-        # Landed before its round was named: an earlier one may have taken it, and this one want a push.
+        # Merged before its round was named: an earlier one may have counted it, and this one need a
+        # push.
         (3, "welcomed 5, push, push, merged 2", 5),
         # No round is given back that a version has shown to be over.
         (3, "push, push, made 0, merged 0", 2),
@@ -141,11 +140,11 @@ def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
         # On a version from before round 1: too late for that one, in time for round 4.
         (3, "welcomed 4, push, dropped 1 late", 4),
         (3, "welcomed 4, push, dropped 1 late, made 4", 5),
-        # A version tells that the rounds up to its own are over.
+        # A version shows that the rounds up to its own are over.
         (3, "push, made 0", 1),
         (3, "push, made 0, made 7", 8),
         (3, "push, made 0, made 7, made 3", 8),
-        # A welcome takes what is in flight for the rounds that are expected, until it is known better.
+        # After a welcome pushes in flight are assumed in the expected rounds, until the broker answers.
         (4, "push, welcomed 4", 5),
         (4, "push, welcomed 4, granted 0 counted -", 4),
         (4, "push, welcomed 4, granted 0 resume 0", 4),
@@ -175,12 +174,12 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         (4, "push, push, push, welcomed 4", TurnState.FREE),
         (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
         (4, "push, welcomed 4, granted 0 counted -, merged 0", TurnState.FREE),
-        # What has ended is in no round after the welcome, whichever it was named for.
+        # An ended push is in no round after the welcome, whichever was named.
         (4, "push, granted 0 wait 8, welcomed 4 over 0", TurnState.BUSY),
         (4, "push, welcomed 4 over 0, merged 0", TurnState.FREE),
     ],
 )
-def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
+def test_turn_is_the_state_of_the_fragment_at_the_cursor(
     fragments: int, story: str, turn: TurnState
 ) -> None:
     assert after(story, fragments).turn() is turn
@@ -189,7 +188,7 @@ def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
 @pytest.mark.parametrize(
     ("fragments", "story", "waits_for"),
     [
-        (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, and then one beyond the cursor
+        (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, then one beyond the cursor
         (3, "push, push, granted 0 wait 3, push", {0, 1, 2}),  # a push in each round before it
         (3, "push, push, dropped 0", set()),  # round 1 waits for our round 0
         (3, "push, push, granted 0 new 0, dropped 0", set()),
@@ -204,7 +203,7 @@ def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
         (2, "welcomed 0, push, welcomed 1, carried 0 2", set()),
     ],
 )
-def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_worker(
+def test_push_is_awaited_where_no_round_before_it_lacks_a_push_of_this_worker(
     fragments: int, story: str, waits_for: set[int]
 ) -> None:
     turns = after(story, fragments)
@@ -219,25 +218,25 @@ def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_work
         ("push, push, push, merged 0, welcomed 6", 7, {2: 6, 1: 9}),
     ],
 )
-def test_welcome_finds_flights_in_the_rounds_that_are_expected(
+def test_welcome_assigns_pushes_in_flight_to_expected_rounds(
     story: str, cursor: int, rounds: dict[int, int]
 ) -> None:
     turns = after(story, fragments=4)
     assert (turns.cursor, turns.rounds) == (cursor, rounds)
 
 
-def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> None:
+def test_asynchronous_worker_waits_for_every_push_and_keeps_its_order() -> None:
     turns = after("welcomed 0, push, push, granted 0 wait -, welcomed 0, made 7", common=False)
     assert (turns.cursor, turns.rounds) == (2, {0: None, 1: None})
     turns.dropped(0)
     assert (turns.cursor, turns.may_wait(1)) == (2, True)
     resumed = after("welcomed 6", fragments=2, common=False)
     resumed.resume(SchedulePlace(4, 0, 1), 0, 0, [])
-    assert resumed.push() == 1, "whatever others have pushed"
+    assert resumed.push() == 1, "regardless of other workers' pushes"
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60))
-def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyond_the_cursor(
+def test_no_fragment_is_in_flight_twice_and_no_wait_is_beyond_the_cursor(
     fragments: int, script: list[tuple[int, int]]
 ) -> None:
     turns = RoundSchedule(fragments, fragments)

@@ -1,4 +1,4 @@
-"""Where a broker is, by a clock that is only told."""
+"""The addresses of a broker, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from diloco_worker.transport.broker_address import ANSWER_S, LOOK_S, BrokerAddress
 
 
-def test_address_that_was_given_stays() -> None:
+def test_given_address_stays() -> None:
     found = BrokerAddress("tcp://h:1")
     assert found.address == "tcp://h:1"
     assert not found.look(0.0)
@@ -38,7 +38,7 @@ def test_path_of_a_file_may_have_a_comma(tmp_path: Path) -> None:
     assert (found.count, found.address) == (1, "tcp://h:1")
 
 
-def test_file_is_waited_for_and_followed(tmp_path: Path) -> None:
+def test_file_is_awaited_and_followed(tmp_path: Path) -> None:
     file = tmp_path / "address"
     found = BrokerAddress(f"file://{file}")
     assert not found.look(5.0)
@@ -49,7 +49,7 @@ def test_file_is_waited_for_and_followed(tmp_path: Path) -> None:
     assert found.look(6.0)
     now: list[str | None] = [found.address, found.problem]
     assert now == ["tcp://h:1", None]
-    assert not found.look(7.0), "it is where it was"
+    assert not found.look(7.0), "unchanged"
     file.write_text("tcp://h:2")
     assert found.look(8.0)
 
@@ -66,7 +66,7 @@ def test_last_address_stays_while_the_file_has_none(tmp_path: Path) -> None:
 
 
 def looks_until(found: BrokerAddress, is_done: Callable[[], bool]) -> int:
-    """How often it looked, with the times that it asks for."""
+    """How often it polled, with the times that it asks for."""
     looks = 0
     deadline = time.monotonic() + 10.0
     while not is_done():
@@ -79,7 +79,7 @@ def looks_until(found: BrokerAddress, is_done: Callable[[], bool]) -> int:
     return looks
 
 
-def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() -> None:
+def test_slow_function_is_called_repeatedly_in_its_thread() -> None:
     places = iter(["h:1", " tcp://h:2 ", "tcp://h:2"])
     asked = threading.Semaphore(0)
     answers = threading.Semaphore(0)
@@ -95,7 +95,7 @@ def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() 
     assert found.problem == "server() has not answered yet"
     assert found.next_look() == ANSWER_S, "it does not wait for the function"
     found.look(0.1)
-    assert not asked.acquire(blocking=False), "nor ask it twice at a time"
+    assert not asked.acquire(blocking=False), "nor call it twice at a time"
     answers.release()
     looks_until(found, lambda: found.address == "tcp://h:1")
     answers.release()
@@ -105,7 +105,7 @@ def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() 
 @pytest.mark.parametrize(
     "said", [None, 5, "", "tcp://*:1", "host:x", "file:///x", "tcp://0.0.0.0:1"]
 )
-def test_function_that_says_no_address_is_told_and_asked_again(said: object) -> None:
+def test_function_without_an_address_is_logged_and_called_again(said: object) -> None:
     answers = iter([said, "h:1"])
     found = BrokerAddress(lambda: cast(str, next(answers)))
     looks_until(found, lambda: "returned" in (found.problem or ""))
@@ -113,7 +113,7 @@ def test_function_that_says_no_address_is_told_and_asked_again(said: object) -> 
     looks_until(found, lambda: found.address == "tcp://h:1")
 
 
-def test_function_that_fails_keeps_the_last_address() -> None:
+def test_failing_function_keeps_the_last_address() -> None:
     answers = ["h:1"]
 
     def place() -> str:

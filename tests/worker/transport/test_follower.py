@@ -1,4 +1,4 @@
-"""The link of a rank that does not lead, between a real leader and a scripted broker."""
+"""The link of a rank other than the leader, between a real leader and a scripted broker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERSION = VersionId("run", 1, 7)
 
 
 class Scene:
-    """A leader, one other process's thread, and the broker that this is connected to."""
+    """A leader, the thread of another process, and the broker that it is connected to."""
 
     def __init__(self) -> None:
         layout = lay_out(
@@ -59,7 +59,7 @@ class Scene:
         self.link.start()
 
     def opens(self, reply: str, address: str = "", shortcut: str = "") -> bytes:
-        """The broker's route to the new connection."""
+        """Open a connection; the broker's route to it."""
         self.followers.open(
             address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut
         )
@@ -112,10 +112,10 @@ def scene() -> Iterator[Scene]:
     [(0, 2 * CHUNK, "600 bytes"), (17, 4 * CHUNK, "not of this process")],
     ids=["wrong length", "not its own"],
 )
-def test_connection_over_which_something_wrong_comes_is_opened_anew(
+def test_connection_with_a_malformed_message_is_reopened(
     scene: Scene, index: int, size: int, why: str
 ) -> None:
-    """All that came behind it is void, and the thread goes on with the next connection."""
+    """All that followed it is void, and the thread goes on with the next connection."""
     route = scene.opens("fp32")
     for _ in range(3):
         scene.says(route, index, bytes(size))
@@ -147,7 +147,7 @@ def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     assert vector.tolist() == [2.0] * 4 * CHUNK
 
 
-def test_unexpected_error_costs_a_rank_its_connection_and_not_its_thread(
+def test_unexpected_error_costs_a_rank_its_connection_only(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures, store = [MemoryError("no room")], scene.link.buffers.store
@@ -168,7 +168,7 @@ def test_unexpected_error_costs_a_rank_its_connection_and_not_its_thread(
 
 
 @pytest.mark.parametrize("is_fetched", [True, False], ids=["fetched", "the model's own"])
-def test_rank_donates_its_chunks_of_the_version_that_the_leader_holds(
+def test_rank_seeds_its_chunks_of_the_version_that_the_leader_holds(
     scene: Scene, is_fetched: bool
 ) -> None:
     """Frozen parameters are not fetched where the model has them already."""
@@ -191,7 +191,7 @@ def test_rank_donates_its_chunks_of_the_version_that_the_leader_holds(
     ]
 
 
-def test_push_that_ended_before_the_rank_laid_it_out_leaves_nothing_to_send(scene: Scene) -> None:
+def test_push_that_ended_early_leaves_the_rank_nothing_to_send(scene: Scene) -> None:
     """The broker may have rejected it meanwhile."""
     route = scene.opens("fp32")
     delta = FlatState.empty(scene.part)
@@ -207,11 +207,9 @@ def test_push_that_ended_before_the_rank_laid_it_out_leaves_nothing_to_send(scen
 
 
 @pytest.mark.parametrize("is_brokers", [True, False])
-def test_connection_goes_through_a_unix_socket_that_is_called_as_those_of_brokers(
-    scene: Scene, is_brokers: bool
-) -> None:
+def test_connection_uses_the_unix_socket_of_a_local_broker(scene: Scene, is_brokers: bool) -> None:
     prefix = "diloco" if is_brokers else "other"
     place = f"ipc://@{prefix}-{secrets.token_hex(8)}"
     scene.broker.bind(place)
-    nobody = "tcp://127.0.0.1:1"
-    scene.opens("fp32", nobody if is_brokers else scene.address, place)
+    unused = "tcp://127.0.0.1:1"
+    scene.opens("fp32", unused if is_brokers else scene.address, place)

@@ -13,13 +13,13 @@ from diloco_protocol.clients.command_line import App
 from diloco_protocol.clients.help_page import Group
 from diloco_worker.cli.doctor import doctor
 from diloco_worker.cli.run import run
-from diloco_worker.session.restarts import WRONG_USAGE
+from diloco_worker.launching import WRONG_USAGE
 
 
 class Commands(Group):
-    """Names the command that runs a training script where its own name is given as the command."""
+    """Suggests `run` where a script or program was given as the command."""
 
-    # Any: the classes are those of click, or of a copy that newer releases of typer have.
+    # Any: the classes are click's, or those of a copy in newer releases of typer.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]
         is_script = word.endswith(".py")
@@ -36,7 +36,7 @@ class Commands(Group):
 
 
 app = App(cls=Commands, no_args_is_help=True)
-# What follows the name of the training program belongs to it, with or without -- in front.
+# Options after the name of the training program belong to it, with or without -- before it.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 

@@ -1,9 +1,8 @@
-"""`diloco-worker doctor`: is all well between here and the broker, and what would a round take?"""
+"""`diloco-worker doctor`: checks the connection from this machine to the broker."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -20,7 +19,6 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.quantities import parse_parameters
 from diloco_worker.doctor import report
 from diloco_worker.doctor.examination import Fault, Findings, Wrong, examine
-from diloco_worker.doctor.planning import plan
 
 WIDE = 400  # columns
 
@@ -39,11 +37,17 @@ def doctor(
     keys: KeyFile = None,
     parameters: Annotated[
         int | None,
-        typer.Option(metavar="N", parser=_size, help="Of a model: 124M. Default: the run's."),
+        typer.Option(
+            metavar="N",
+            parser=_size,
+            help="Size of the model to plan for: 124M. Default: the run's.",
+        ),
     ] = None,
     step_time: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=1e-9, help="Of one optimizer step on this machine."),
+        typer.Option(
+            metavar="SECONDS", min=1e-9, help="Duration of one optimizer step, to plan with."
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for each answer.")
@@ -52,11 +56,12 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object, for programs.")
     ] = False,
 ) -> None:
-    """Look at what stands between this machine and its broker, and tell what a round would take.
+    """Check the connection from this machine to its broker, and measure it.
 
-    Name, port, keys, versions, clocks, round trips, bandwidth. Nothing is joined. A few seconds.
+    Name, port, keys, versions, clocks, round trips, bandwidth. Joins nothing. Takes a few seconds.
+    Ends with the diloco-plan command for this run over the measured link.
 
-    Exit codes: 0 all is well. Else of the first thing that is wrong: 2 usage, 3 unknown name, 4 port,
+    Exit codes: 0 without a fault. Else of the first fault: 2 usage, 3 unknown name, 4 port,
     5 not a broker, 6 no key, 7 key file, 8 wrong key, 9 unwanted key, 10 version, 11 no answer, 12
     clocks, 13 line.
     """
@@ -66,17 +71,12 @@ def doctor(
         if not as_json:
             fail("diloco-worker", error)
         findings = Findings(address or server or "", [Wrong(Fault.USAGE, str(error))])
-    found = report.estimate(findings, parameters, step_time)
-    planned = plan(findings, found)
+    command = report.plan_command(findings, parameters, step_time)
     if as_json:
-        of_all = None if planned is None else asdict(planned)
-        typer.echo(json.dumps(report.as_plain(findings, found, of_all)))
+        typer.echo(json.dumps(report.as_plain(findings, command)))
     else:
-        # Names are printed as they are. Without a terminal no width is known: a
-        # sentence a line.
         console = Console(markup=False, emoji=False, highlight=False)
-        if not console.is_terminal:
+        if not console.is_terminal:  # its width is unknown: one line each
             console.width = WIDE
-        sentence = None if planned is None else planned.sentence
-        console.print(report.as_text(findings, found, sentence))
+        console.print(report.as_text(findings, command))
     raise typer.Exit(report.exit_code(findings))

@@ -1,4 +1,4 @@
-"""`diloco-worker run`: starts a training script with what it needs to find its run, and minds it."""
+"""`diloco-worker run`: starts a training script with the settings of its run, and restarts it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from diloco_protocol.clients.command_line import (
 )
 from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
-from diloco_worker.auto import SEED_OFFSET
-from diloco_worker.cli.python_command import with_auto
+from diloco_worker.auto import SEED_OFFSET, with_auto
 from diloco_worker.cli.training_program import TrainingProgram
-from diloco_worker.launching import END_FILE
-from diloco_worker.session.restarts import RUN_IS_OVER, Restarts
+from diloco_worker.launching import END_FILE, RUN_IS_OVER, Restarts
 from diloco_worker.settings import (
     NUM_SHARDS,
     SHARD_INDEX,
@@ -48,7 +46,7 @@ def run(  # noqa: PLR0913  each is an option
         list[str],
         typer.Argument(
             metavar="COMMAND...",
-            help="What starts the training script. Before it may stand ADDR, the same as --server.",
+            help="The command that starts the training script; ADDR before it is the same as --server.",
         ),
     ],
     *,
@@ -71,31 +69,28 @@ def run(  # noqa: PLR0913  each is an option
         int, typer.Option(min=0, help="Restart it after up to this many failures in a row.")
     ] = 0,
     shard_index: Annotated[
-        int | None, typer.Option(min=0, help="Which share of the data it has, from 0.")
+        int | None, typer.Option(min=0, help="Its share of the data, from 0.")
     ] = None,
     num_shards: Annotated[
         int | None, typer.Option(min=1, help="How many shares there are.")
     ] = None,
     auto: Annotated[
-        bool,
-        typer.Option(
-            "--auto", help="The script knows nothing of DiLoCo: attach to its optimizers."
-        ),
+        bool, typer.Option("--auto", help="For a script without DiLoCo: attach to its optimizers.")
     ] = False,
     own_seed: Annotated[
         bool,
         typer.Option(
             "--own-seed",
-            help="With --auto: add a number of this worker's to each seed of torch.manual_seed, so that "
-            "no two workers shuffle the same data in the same order.",
+            help="With --auto: add a number of this worker to each seed of torch.manual_seed, so that "
+            "no two workers shuffle the data in the same order.",
         ),
     ] = False,
     over_is_success: Annotated[
         bool,
         typer.Option(
             "--over-is-success",
-            help="End with 0, not 3, where the run is over, for launchers that treat any non-zero exit "
-            "as a failure.",
+            help="Exit with 0, not 3, when the run is over, for launchers that treat any other code as "
+            "a failure.",
         ),
     ] = False,
     detach: Annotated[
@@ -130,10 +125,10 @@ def run(  # noqa: PLR0913  each is an option
                 raise UsageError("--own-seed needs --auto; else seed the data by diloco.shard.")
             given[SEED_OFFSET] = str(zlib.crc32(given["DILOCO_WORKER_ID"].encode()))
         if shutil.which(words[0]) is None:
-            raise UsageError(f"There is no program {words[0]!r:.200}; give the path of one.")
+            raise UsageError(f"The program {words[0]!r:.200} was not found; give its path.")
         if log_file is not None and not detach:
             raise UsageError(
-                "--log-file needs --detach; without it the script writes where you are."
+                "--log-file needs --detach; without it the script writes to this terminal."
             )
     if detach:
         _detach(given, words, restarts, over_is_success, log_file)
@@ -144,19 +139,19 @@ def run(  # noqa: PLR0913  each is an option
 
 
 def _address_before(command: list[str]) -> tuple[str | None, list[str]]:
-    """The address that stands before a command, if one does, and the command; raises UsageError."""
+    """The address before a command, if there is one, and the command; raises UsageError."""
     first, *rest = command
     rest = rest[1:] if rest[:1] == ["--"] else rest
     if not rest or address_or_path(first) is None or shutil.which(first) is not None:
         return None, command
     if rest[0].startswith("-"):
-        raise UsageError(f"{rest[0]:.200} stands behind the address; options come before it.")
+        raise UsageError(f"{rest[0]:.200} comes after the address; options come before it.")
     return first, rest
 
 
 @contextlib.contextmanager
 def _end_file() -> Iterator[Path]:
-    """Where the script's workers say why they left; on several machines that has to be named."""
+    """The file where the script's workers write why they left; on several machines the user names it."""
     if named := os.environ.get(END_FILE, "").strip():
         yield Path(named)
         return
@@ -195,7 +190,7 @@ def _settings(
 
 
 def _key_file(given: Path, name: str) -> Path:
-    """Of a folder with several keys the one of this worker."""
+    """The key file of this worker, where a folder of several was given."""
     own = given / HANDED_OUT / f"{Role.WORKER.value}-{name}.key"
     return own if own.is_file() else given
 
@@ -207,7 +202,7 @@ def _detach(
     over_is_success: bool,
     log_file: Path | None,
 ) -> None:
-    """Start this command again in a session of its own, and say how to follow and to stop it."""
+    """Start this command again in its own session, and print how to follow and stop it."""
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in given["DILOCO_WORKER_ID"])
     log = log_file or Path(f"diloco-worker-{name}.log")
     mine = [sys.executable, "-m", "diloco_worker", "run", "--restarts", str(restarts)]

@@ -1,7 +1,7 @@
-"""A training program as a child process: started, given the signals that are meant for it, restarted.
+"""A training program as a child process: started, sent the signals meant for it, restarted.
 
-The child has a session of its own, so that Ctrl-C in a terminal reaches it once, from here, and not from
-the terminal as well: a second one would end it at once.
+The child has its own session, so that Ctrl-C in a terminal reaches it once, from here, and not from the
+terminal as well: a second one would end it at once.
 """
 
 from __future__ import annotations
@@ -17,41 +17,36 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from diloco_worker.launching import END_FILE, code_of, forget, word
-from diloco_worker.session.restarts import FINAL, Restarts, meant
+from diloco_worker.launching import END_FILE, FINAL, Restarts, code_of, forget, meant, word
 
 logger = logging.getLogger("diloco.worker")
 
-# These ask a program to end; the other two mean what the program takes them for.
+# These ask a program to end; the other two mean what the program defines.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class TrainingProgram:
-    """Runs one program, again and again where it fails. `run` belongs to the main thread.
+    """Runs one program, and restarts it where it fails. `run` belongs to the main thread.
 
     Args:
-        end_file: where its workers say why they left.
+        end_file: where its workers write why they left.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        restarts: Restarts,
-        end_file: Path,
+        self, command: Sequence[str], environ: Mapping[str, str], restarts: Restarts, end_file: Path
     ) -> None:
         self._command = list(command)
         self._environ = {**environ, END_FILE: str(end_file)}
         self._end_file = end_file
         self._restarts = restarts
         self._child: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []  # signals that came while no child was there to take them
+        self._early: list[int] = []  # signals that came while no child was running
         self._asked: int | None = None  # the first signal that asked to end
         self._reader, self._writer = os.pipe()
 
     def run(self) -> int:
-        """The exit code of the program, of its last life if there were several."""
+        """The exit code of the program, of its last incarnation if there were several."""
         with self._signals():
             while True:
                 began = time.monotonic()
@@ -59,7 +54,7 @@ class TrainingProgram:
                 ended = self._once()
                 code = meant(ended, word(self._end_file))
                 if code != ended:
-                    logger.info("The program ended with code %d, taken for %d.", ended, code)
+                    logger.info("The program ended with code %d, which means %d.", ended, code)
                 pause = self._restarts.pause(code, time.monotonic() - began)
                 if self._asked_to_end() is not None:
                     return code
@@ -83,7 +78,7 @@ class TrainingProgram:
     def _tell_end(self, code: int) -> None:
         why = FINAL.get(code)
         if why is None:
-            logger.error("The program ended with code %d, and is not started again.", code)
+            logger.error("The program ended with code %d; not restarting it.", code)
         elif code:
             logger.warning("The program ended with code %d: %s.", code, why)
 
@@ -107,7 +102,7 @@ class TrainingProgram:
             self._early.append(number)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        """The handler: it takes no lock."""
+        """The signal handler; it takes no lock."""
         if number in ENDING and self._asked is None:
             self._asked = number
             os.write(self._writer, b"\0")
@@ -115,7 +110,7 @@ class TrainingProgram:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        # What is ignored here, by nohup for instance, is meant to be ignored there as well.
+        # Signals ignored here, by nohup for instance, are to be ignored there as well.
         meant = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
         former = {number: signal.signal(number, self._take) for number in meant}
         try:

@@ -1,1 +1,1 @@
-"""`diloco-worker doctor`: what stands between this machine and its broker."""
+"""`diloco-worker doctor`: checks and measures the connection to the broker."""

@@ -1,6 +1,6 @@
-"""Looks at everything that stands between this machine and its broker, in the order in which it fails.
+"""Examines the connection from this machine to its broker, in the order in which it can fail.
 
-Nothing is joined and nothing changed: a run does not notice.
+Joins nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from diloco_protocol.messages import Control, Error, Result
 from diloco_protocol.roles import Role
 from diloco_worker.doctor import line
 
-# Of the status, to compare clocks by the quickest.
+# Status requests; the quickest one compares the clocks.
 ASKS = 3
 CLOCKS_MAY_DIFFER_S = 5.0
-# The first word of ZMTP, in which the mechanism stands: https://rfc.zeromq.org/spec/23/
+# The ZMTP greeting, which names the mechanism: https://rfc.zeromq.org/spec/23/
 GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
-# Up to the version: libzmq answers with its mechanism, and hangs up if ours is another.
+# Our greeting up to the version; libzmq answers with its mechanism.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 
 
 class Fault(IntEnum):
-    """Exit codes of `diloco-worker doctor`; the first fault that is found gives its own."""
+    """Exit codes of `diloco-worker doctor`: that of the first fault found."""
 
-    USAGE = 2  # the command itself: an option or an address that cannot be
-    NAME = 3  # the broker's host name is not known here
+    USAGE = 2  # an invalid option or address
+    NAME = 3  # the host name cannot be resolved
     PORT = 4  # the port does not answer
     NOT_A_BROKER = 5  # something else answers there
-    NO_KEY = 6  # the broker asks for a key, none was given
+    NO_KEY = 6  # the broker requires a key, and none was given
     KEY_FILE = 7  # the key file cannot be read, may be read by others, or is not a key
-    WRONG_KEY = 8  # the broker does not let this key in, or the key is for another broker
-    UNWANTED_KEY = 9  # a key was given, the broker asks for none
+    WRONG_KEY = 8  # the broker rejects this key, or the key is for another broker
+    UNWANTED_KEY = 9  # a key was given, but the broker uses none
     VERSION = 10  # the broker speaks another version of the protocol
     SILENT = 11  # the port is open, but the broker does not answer
     CLOCK = 12  # the clocks of the two machines differ
-    LINE = 13  # the broker did not let the line be measured to its end
+    LINE = 13  # the link could not be measured
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """One thing that is wrong, in a sentence with its remedy."""
+    """A fault and its remedy, as a sentence."""
 
     fault: Fault
     text: str
 
 
 class Found(Exception):
-    """A fault after which the rest cannot be examined."""
+    """Raised for a fault that ends the examination."""
 
     def __init__(self, fault: Fault, text: str) -> None:
         super().__init__(text)
@@ -78,7 +78,7 @@ class Found(Exception):
 
 @dataclass(frozen=True)
 class Clocks:
-    """How far the broker's clock is ahead of ours, give or take, seconds."""
+    """How far the broker's clock is ahead of ours, and the error of that, in seconds."""
 
     ahead: float
     error: float
@@ -86,12 +86,12 @@ class Clocks:
 
 @dataclass
 class Findings:
-    """What was found; what could not be looked at is None.
+    """The results; None where the examination did not get so far.
 
     Attributes:
-        wrong: the first gives the exit code.
-        notes: what is worth knowing and nothing that has to be mended.
-        with_keys: the broker asks for keys.
+        wrong: faults; the first gives the exit code.
+        notes: remarks that are not faults.
+        with_keys: the broker requires keys.
     """
 
     server: str
@@ -107,9 +107,9 @@ class Findings:
 
 
 def examine(server: str, key_file: Path | None, within_s: float) -> Findings:
-    """Look at everything; raises nothing of ours. `within_s` is how long each answer may take.
+    """Examine the first of several addresses at which a broker answers.
 
-    Of several addresses the first is examined at which a broker answers.
+    Returns faults instead of raising them. `within_s`: seconds to wait for each answer.
     """
     found = []
     for place in several(server):
@@ -143,17 +143,19 @@ def _examine(findings: Findings, key_file: Path | None, within_s: float) -> None
     if findings.with_keys and keys is None:
         raise Found(
             Fault.NO_KEY,
-            "The broker asks for a key; give the file that diloco-broker keygen made for this machine "
+            "The broker requires a key; give the file that diloco-broker keygen made for this machine "
             "(--keys FILE or DILOCO_KEYS).",
         )
     if keys is not None and not findings.with_keys:
         raise Found(
             Fault.UNWANTED_KEY,
-            "The broker asks for no key; leave --keys and DILOCO_KEYS out, or give the address of the "
+            "The broker uses no keys; leave out --keys and DILOCO_KEYS, or give the address of the "
             "broker that was started with --keys.",
         )
     if keys is not None and keys.peer.role is not Role.WORKER:
-        findings.notes.append(f"The key of {keys.peer} cannot train; that takes a worker's.")
+        findings.notes.append(
+            f"The key of {keys.peer} cannot train; training needs a worker's key."
+        )
     with closing(Dealer(findings.server, keys)) as dealer:
         _ask_status(findings, dealer, within_s)
         _measure(findings, dealer, within_s)
@@ -168,21 +170,15 @@ def _place(server: str) -> tuple[str, int]:
 
 
 def asks_for_keys(host: str, port: int, within_s: float) -> bool:
-    """Does the name resolve, is the port open, and does the broker there ask for keys?
+    """Whether the broker at this address requires keys; raises Found where no broker answers.
 
-    ZeroMQ tells none of it: it goes on trying in silence. So this sends the greeting of ZMTP by itself,
-    and reads the other's.
-
-    Raises:
-        Found: nothing listens there, or not a broker.
+    ZeroMQ retries in silence, so this exchanges the ZMTP greeting over a plain socket.
     """
     where = f"{host}:{port}"
     try:
         socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        text = (
-            f"The name {host} is not known on this machine; check the spelling, DNS or /etc/hosts."
-        )
+        text = f"The name {host} cannot be resolved; check the spelling, DNS or /etc/hosts."
         raise Found(Fault.NAME, text) from None
     try:
         connection = socket.create_connection((host.strip("[]"), port), within_s)
@@ -202,17 +198,17 @@ def asks_for_keys(host: str, port: int, within_s: float) -> bool:
     with closing(connection):
         greeting = _greeting_of(connection, time.monotonic() + within_s)
     if len(greeting) < GREETING_BYTES or greeting[0] != 0xFF or not greeting[9] & 1:
-        said = "says nothing" if not greeting else "speaks another protocol"
+        said = "sent no greeting" if not greeting else "speaks another protocol"
         raise Found(
             Fault.NOT_A_BROKER,
-            f"What listens at {where} is not a diloco-broker: it {said}; give the control address that "
+            f"The server at {where} is not a diloco-broker: it {said}; give the control address that "
             "diloco-broker serve printed.",
         )
     return greeting[_MECHANISM].rstrip(b"\0") == b"CURVE"
 
 
 def _greeting_of(connection: socket.socket, until: float) -> bytes:
-    """What it says first, 64 bytes or as many as come."""
+    """The first 64 bytes that it sends, or fewer."""
     said = b""
     with contextlib.suppress(OSError):
         connection.sendall(_GREETING)
@@ -242,7 +238,7 @@ def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:
             Wrong(
                 Fault.CLOCK,
                 f"The broker's clock is {abs(quickest.ahead):,.0f} s {way} this machine's; training "
-                "does not mind, but logs will not fit together: have both set by NTP.",
+                "works, but log times will not match: synchronise both with NTP.",
             )
         )
 
@@ -253,7 +249,8 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
         while (found := dealer.receive(until)) is not None:
             message, _ = found
             if isinstance(message, Error):
-                raise Found(_fault_of(message), message.text)
+                is_version = message.code == Code.PROTOCOL_VERSION.value
+                raise Found(Fault.VERSION if is_version else Fault.SILENT, message.text)
             if isinstance(message, Result) and message.request == number:
                 return feed.read_snapshot(message.data)
     except UsageError:
@@ -261,8 +258,8 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
             raise Found(Fault.NOT_A_BROKER, mistake.text) from None
         raise Found(
             Fault.WRONG_KEY if findings.with_keys else Fault.NOT_A_BROKER,
-            "The broker does not let this key in: it was taken back, or replaced; diloco-broker keygen "
-            "makes a new one."
+            "The broker rejects this key: it was revoked or replaced; diloco-broker keygen makes a new "
+            "one."
             if findings.with_keys
             else f"{findings.server} is not the control address of a broker.",
         ) from None
@@ -272,18 +269,14 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
     if findings.with_keys and dealer.failure is not None:
         raise Found(
             Fault.WRONG_KEY,
-            "This key was made for another broker than the one that answers here; take the key of this "
-            "broker's keygen, or give the other's address.",
+            "This key was made for another broker; use a key from this broker's keygen, or give the "
+            "other broker's address.",
         )
     raise Found(
         Fault.SILENT,
-        f"{findings.server} takes connections and does not answer; is that the control address (not "
-        "the feed's), and does the broker run? Its log says what it is busy with.",
+        f"{findings.server} accepts connections but does not answer; is it the control address (not "
+        "the feed's), and is the broker running? Its log shows what it is doing.",
     )
-
-
-def _fault_of(error: Error) -> Fault:
-    return Fault.VERSION if error.code == Code.PROTOCOL_VERSION.value else Fault.SILENT
 
 
 def _measure(findings: Findings, dealer: Dealer, within_s: float) -> None:
@@ -292,7 +285,7 @@ def _measure(findings: Findings, dealer: Dealer, within_s: float) -> None:
         findings.up = line.rate_up(dealer, trips)
         findings.down = line.rate_down(dealer, trips)
     except Refused as error:
-        findings.wrong.append(Wrong(Fault.LINE, f"The line was not measured: {error}"))
+        findings.wrong.append(Wrong(Fault.LINE, f"The link was not measured: {error}"))
     except (DilocoError, zmq.ZMQError) as error:
         why = str(error) if isinstance(error, Unreachable) else repr(error)
-        findings.wrong.append(Wrong(Fault.LINE, f"The line broke while it was measured: {why}"))
+        findings.wrong.append(Wrong(Fault.LINE, f"The link broke during the measurement: {why}"))

@@ -1,7 +1,7 @@
-"""Round trips and bytes a second, over a DEALER to the broker's ROUTER, with CURVE where keys are on.
+"""Measures round trips and bandwidth, over a DEALER to the broker's ROUTER (CURVE where keys are used).
 
-Probes go up with a buffer, or come down with one, a window of them at a time. The window begins small
-and grows by one with each answer, so that a slow line is not filled for long.
+Probes carry a buffer up or down. The window of probes in flight starts small and grows by one with each
+answer, so that a slow link is not congested for long.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from diloco_protocol.errors import Refused, Unreachable
 from diloco_protocol.messages import LONGEST_PROBE, Error, Message, Probe
 
 TRIPS = 20
-# Of one way: probes, how long to send them, and how long to wait for the last answer.
+# In each direction: probes, seconds to send them, and seconds to wait for the last answer.
 PROBES = 512
 SENDS_FOR_S = 1.0
 ENDS_AFTER_S = 15.0
-# Under way at a time, 6 MiB: a broker ends connections of strangers with more than 8 MiB unread.
+# In flight at most 6 MiB: a broker closes unauthenticated connections with more than 8 MiB unread.
 FIRST_WINDOW, WINDOW = 2, 128
-# Parts of the measured answers that are looked at separately, and the least answers in each.
+# The measured answers are split into parts; the least answers in each.
 PARTS, PART_IS_AT_LEAST = 5, 4
-# Share of what the last window lets through in a round trip. Above it the window may have been the
-# limit, not the line: it grew during the measurement, so its mean is about half of its last size.
+# Share of what the last window allows in a round trip. Above it the window may have been the limit, not
+# the link: it grew during the measurement, so its mean is about half of its last size.
 BOUND_BY_WINDOW = 0.45
 
 
@@ -43,14 +43,14 @@ class RoundTrips:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes a second; `is_at_least`: the window may have been the limit, so the line may be faster."""
+    """Bytes a second; `is_at_least`: the window may have been the limit, so the link may be faster."""
 
     bytes_per_s: float
     is_at_least: bool
 
 
 def round_trips(dealer: Dealer, within_s: float) -> RoundTrips:
-    """Raises Refused (an older broker does not know probes) and Unreachable."""
+    """Raises Refused and Unreachable."""
     took = []
     for number in range(TRIPS):
         began = time.monotonic()
@@ -62,12 +62,12 @@ def round_trips(dealer: Dealer, within_s: float) -> RoundTrips:
 
 def rate_up(dealer: Dealer, trip: RoundTrips) -> Rate:
     """How fast chunks would go to the broker. Raises Refused and Unreachable."""
-    filling = os.urandom(LONGEST_PROBE)  # nothing on the way can make it shorter
+    filling = os.urandom(LONGEST_PROBE)  # incompressible
     return _rate(dealer, lambda number: (Probe(number), filling), trip)
 
 
 def rate_down(dealer: Dealer, trip: RoundTrips) -> Rate:
-    """How fast they would come from there. Raises Refused and Unreachable."""
+    """How fast chunks would come from the broker. Raises Refused and Unreachable."""
     return _rate(dealer, lambda number: (Probe(number, LONGEST_PROBE), None), trip)
 
 
@@ -95,10 +95,9 @@ def _rate(dealer: Dealer, make: Callable[[int], tuple[Probe, Any]], trip: RoundT
 
 
 def answers_a_second(times: Sequence[float]) -> float:
-    """Of the last two thirds, in which it goes steadily: the median of some parts of them.
+    """The median rate over parts of the last two thirds, so that one pause does not count.
 
-    `times` are when the first was sent, and when each answer came. One pause, of either machine, is no
-    property of the line.
+    `times`: when the first probe was sent, and when each answer came.
     """
     steady = times[len(times) // 3 :] if len(times) > 2 else times
     size = max(1, (len(steady) - 1) // PARTS)

@@ -1,1 +1,1 @@
-"""A worker of several processes: process 0 leads, the others carry out what it decides."""
+"""A worker of several processes: process 0 leads, the others execute its decisions."""

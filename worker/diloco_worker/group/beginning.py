@@ -1,7 +1,7 @@
-"""How a worker of several processes begins: they meet, agree on the model, and join as one.
+"""How a worker of several processes starts: they agree on the model, and join as one worker.
 
-Every process does the same steps in the same order; what only the leader knows, it tells. One that fails
-fails for all.
+All processes run the same steps in the same order; the leader broadcasts its results. A failure of one
+is a failure of all.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from diloco_worker.transport.link import Link
 
 logger = logging.getLogger("diloco.worker")
 
-# What the leader broadcasts until training begins: nothing yet, what it has found, or why it has failed.
+# What the leader broadcasts until training begins: nothing yet, a result, or a failure.
 WAITING, FOUND, FAILED = "waiting", "found", "failed"
-# By fragment, what this process owns of the model's own values, and the tag of all frozen ones. A broker
-# without parameters may ask for them before they are known.
+# By fragment, this process's share of the model's initial values, and the tag of all frozen ones. A
+# broker without parameters may ask for them before they are read.
 Own = Future[tuple[dict[int, FlatState], int]]
-# Seconds that a process waits for the others before it says so.
-SAYS_AFTER_S = 30.0
+# Seconds that a process waits for the others before it logs that.
+LOG_AFTER_S = 30.0
 
 UNREACHABLE_LEADER = (
     "The processes of this worker are on several machines, and MASTER_ADDR is {reach!r}, by which the "
@@ -52,10 +52,10 @@ UNREACHABLE_LEADER = (
 
 
 @contextmanager
-def said_when_long(deed: str) -> Iterator[None]:
-    """The others may wait for this one elsewhere, in a collective of the script, unseen from here."""
-    text = f"{deed} waits for the other processes of this worker. Call it in all, at the same step."
-    timer = threading.Timer(SAYS_AFTER_S, logger.warning, [text])
+def logging_long_waits(call: str) -> Iterator[None]:
+    """Log a wait that takes long: the others may be waiting in a collective of the script."""
+    text = f"{call} waits for the other processes of this worker. Call it in all, at the same step."
+    timer = threading.Timer(LOG_AFTER_S, logger.warning, [text])
     timer.daemon = True
     timer.start()
     try:
@@ -65,10 +65,10 @@ def said_when_long(deed: str) -> Iterator[None]:
 
 
 def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> str | None:
-    """See that all processes ask for the same. Returns the id that the leader has chosen.
+    """Check that all processes have the same settings. Returns the id that the leader chose.
 
     Raises:
-        UsageError: they do not; at all of them.
+        UsageError: they differ; raised in all processes.
     """
     names = ("server", "dylu", "keep_global_on", "timeout", "max_sync_retries")
     asked = {**{name: getattr(settings, name) for name in names}, **settings.wants}
@@ -86,7 +86,7 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     if settings.keep_global_on not in (None, CPU):
         raise UsageError(
             f"keep_global_on is {settings.keep_global_on!r}, which a worker of several processes does "
-            "not do yet: each keeps its share of the global parameters on the host; leave it out."
+            "not support: each keeps its share of the global parameters on the host; leave it out."
         )
     found: str | None = told[0][1]
     return found
@@ -95,31 +95,31 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
 def same_resumption(
     ranks: Ranks, resumption: Resumption | None, step: int, cycle_start: int
 ) -> None:
-    """See that all processes go on from a checkpoint of one moment, or none from any.
+    """Check that all processes resume from a checkpoint of one moment, or none does.
 
     Raises:
-        UsageError: they do not; at all of them.
+        UsageError: raised in all processes.
     """
     told = ranks.gather([[step, cycle_start], resumption and resumption.moment])
     missing = [rank for rank, (_, moment) in enumerate(told) if moment is None]
     if missing and len(missing) < len(told):
         raise UsageError(
-            f"Process {', '.join(map(str, missing))} of this worker has no state to go on from, and "
+            f"Process {', '.join(map(str, missing))} of this worker has no state to resume from, and "
             "others have; call load_state_dict() in all of them, or in none."
         )
     for rank, (at, moment) in enumerate(told):
         if (at, moment) != told[0]:
             raise UsageError(
-                f"Process 0 of this worker goes on at step {told[0][0][0]}, and process {rank} at "
-                f"step {at[0]}, or from another state; load in each what was saved at the same moment."
+                f"Process 0 of this worker resumes at step {told[0][0][0]}, and process {rank} at step "
+                f"{at[0]}, or from another state; load in each a state of the same moment."
             )
 
 
 def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
-    """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
+    """Join as one worker; raises as `DiLoCoWorker.start` does, in all processes."""
     tensors = joining.tensors
     assert isinstance(tensors, SpreadTensors)
-    ranks.waits_for = said_when_long
+    ranks.waits_for = logging_long_waits
     own: Own = Future()
     link = (_connect_leader if ranks.leads else _connect_follower)(joining, ranks, own)
     arrived: dict[int, Arrival] = {}
@@ -127,16 +127,16 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     def tick() -> None:
         ranks.broadcast([WAITING])
         if link.lost_process is not None:
-            raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
+            raise GroupBroken(f"{link.lost_process}; this worker has not started.")
 
     def await_terms() -> list[Any]:
-        await_model(link, joining.patience(), only_terms=True, tick=tick)
+        await_model(link, only_terms=True, tick=tick)
         assert link.terms is not None
         return [asdict(link.terms.config), list(link.terms.plan), link.shard, link.has_forgotten]
 
     def take_versions() -> list[Any]:
-        arrived.update(await_versions(link, joining.patience(), tick=tick))
-        return [link.has_forgotten]  # it may have rejoined meanwhile
+        arrived.update(await_versions(link, tick=tick))
+        return [link.has_forgotten]  # it may have rejoined since
 
     fields, plan, shard, is_new = _from_leader(ranks, await_terms)
     if not ranks.leads:
@@ -148,7 +148,7 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
         joining.resumption = None
     tensors.set_layout(terms.layout)
     if ranks.leads:
-        ranks.gather(None)  # the followers know what they have to do
+        ranks.gather(None)  # the followers have shared out theirs
     link.share_out(tensors.owners, ranks.rank, tensors.shares)
     if not ranks.leads:
         ranks.gather(None)
@@ -157,7 +157,7 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     if is_new:
         joining.resumption = None
     make = LeaderPorts if ranks.leads else FollowerPorts
-    ports = make(**joining.of_ports(link, arrived), ranks=ranks)
+    ports = make(**vars(joining), link=link, arrived=arrived, ranks=ranks)
     ports.begin()
     states, _ = own.result()
     for fragment in [each for each in states if link.buffers.holds(each)]:
@@ -200,11 +200,7 @@ def _connect_follower(joining: Joining, ranks: Ranks, own: Own) -> Link:
 
 
 def _from_leader(ranks: Ranks, find: Callable[[], list[Any]]) -> Sequence[Any]:
-    """What the leader finds, at all ranks.
-
-    Raises:
-        UsageError: it has failed; the leader raises its own error.
-    """
+    """The leader's result, at all ranks; where it failed, UsageError (its own error at the leader)."""
     if ranks.leads:
         try:
             found = find()
@@ -227,7 +223,7 @@ def _from_leader(ranks: Ranks, find: Callable[[], list[Any]]) -> Sequence[Any]:
 def _own_values(
     joining: Joining, ranks: Ranks, tensors: SpreadTensors, terms: Terms
 ) -> tuple[dict[int, FlatState], int]:
-    """What this process owns of the model's own values, and the tag of the frozen ones of all."""
+    """This process's share of the model's initial values, and the tag of all frozen ones."""
     layout = terms.layout
     parts = layout.all if joining.resumption is None else (layout.frozen,)
     states = {

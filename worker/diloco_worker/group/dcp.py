@@ -1,8 +1,8 @@
-"""Reading the states that `torch.distributed.checkpoint` has saved of a worker.
+"""Reads the states of a worker that `torch.distributed.checkpoint` saved.
 
-There each process's state is under a name of its own, so `dcp.save({"diloco": diloco.state_dict()})`
-keeps all of them. What to load is found in the checkpoint's metadata, since a worker that has not begun
-does not know how its run cuts the model.
+There each process's state has its own name, so `dcp.save({"diloco": diloco.state_dict()})` keeps
+all of them. The checkpoint's metadata lists them, since a worker that has not started does not know how
+its run cuts the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from diloco_protocol import UsageError
 from diloco_worker.model.spread.saved_share import ProcessName
 
-Path = tuple[str | int, ...]  # of a value within the dict that was saved
+Path = tuple[str | int, ...]  # of a value in the saved dict
 
 
 def saved_state(
@@ -31,16 +31,16 @@ def saved_state(
     rank: int,
     count: int,
 ) -> dict[str, Any]:
-    """What a worker had saved under this name.
+    """What a worker saved under this name: its own part where as many processes saved it, else all
+    parts.
 
-    Its own part where as many processes had saved it, else those of all. No collective: each process
-    reads for itself.
+    Not collective: each process reads for itself.
 
     Args:
-        worker: the id of the worker; None where it has to be the only one there.
+        worker: the id of the worker; None where it has to be the only one.
 
     Raises:
-        UsageError: there is no such state.
+        UsageError: the checkpoint has no such state.
     """
     reader: Any = (
         checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
@@ -76,7 +76,7 @@ def saved_state(
 
 
 def _of_others(names: set[str | int], worker: str | None, rank: int, count: int) -> set[str | int]:
-    """Those of these names that are of processes whose states are not needed here."""
+    """The names of processes whose states are not needed here."""
     known = {name: read for name in names if (read := ProcessName.read(name)) is not None}
     workers = sorted({each.worker for each in known.values()})
     if worker not in workers:

@@ -1,8 +1,8 @@
 """The ports of the ranks of one worker: each runs the same boundary, in lockstep.
 
-The leader polls its link and broadcasts what it found, so all ranks decide alike; each of them freezes,
-offers and merges its own share of the model. A failure at one of them is a failure of the worker: it is
-unknown which part of the model is ahead, so all of them end, and go on from the script's checkpoint.
+The leader polls its link and broadcasts the result, so all ranks decide alike; each of them freezes,
+offers and merges its own share of the model. A failure of one is a failure of the worker: which part of
+the model is ahead is unknown, so all of them end, and resume from the script's checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from diloco_worker.saved_state import Plain
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
 from diloco_worker.sync.fragment import InFlight, Merge
-from diloco_worker.sync.patience import HASTY_S
 from diloco_worker.sync.ports import NonFinite
+from diloco_worker.sync.state import HASTY_S
 from diloco_worker.transport.between_ranks import Codec
 
-# Seconds after which a waiting leader polls: far less than a collective of torch.distributed waits.
+# Seconds between polls of a waiting leader: far below the timeout of collectives.
 POLL_EVERY_S = 20.0
-# Seconds that the leader may take to leave, besides those that it waits for what is in flight.
+# Seconds for the leader to leave, besides those that it waits for pushes in flight.
 LEADER_LEAVES_WITHIN_S = 10.0
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GroupPorts(LocalPorts):
-    """What the leader and its followers have in common."""
+    """The ports that leader and followers share."""
 
     ranks: Ranks
 
@@ -67,7 +67,7 @@ class GroupPorts(LocalPorts):
     def set_base(
         self, fragment: int, base: FlatState | None, came_as: FlatState | None = None
     ) -> None:
-        # Where None, the model has the values; but no rank can read its share of them by itself.
+        # With None the model has the values, but no rank can read its share of them alone.
         if base is not None:
             super().set_base(fragment, base, came_as)
 
@@ -88,13 +88,13 @@ class GroupPorts(LocalPorts):
 
     def to_save(self, plain: Plain) -> Plain:
         assert isinstance(self.tensors, SpreadTensors)
-        # The leader may have left, and heard more of the broker since than the others.
+        # The leader may have left later than the others, and know more of the broker.
         common = self.ranks.broadcast(without_vectors(plain) if self.ranks.leads else None)
         own = plain if self.ranks.leads else with_vectors(common, plain)
         return self.tensors.shared_out(own, self.reports.counts)
 
     def of_leader(self, find: Callable[[], T]) -> T:
-        """What the leader finds, at all ranks; values of tensors are not among it."""
+        """The leader's result, at all ranks, without values of tensors."""
         found: T
         if self.ranks.leads:
             found = find()
@@ -154,7 +154,7 @@ class GroupPorts(LocalPorts):
 
     @property
     def _totals(self) -> Work:
-        """What all ranks have reported; their loss is the mean of those that have one."""
+        """The reports of all ranks; their loss is the mean of those that have one."""
         mine, others = self.reports.totals, self._others
         loss = mine.loss if others.loss is None else others.loss
         return Work(0, mine.tokens + others.tokens, mine.samples + others.samples, loss)
@@ -193,11 +193,11 @@ class LeaderPorts(GroupPorts):
         """The others wait until this process has left, and hear nothing over the group any more."""
         self._is_leaving = True
         super().leave(hasty=hasty)
-        self.link.say_at_the_end(CODEC.packed([asdict(self.metrics), self._facts]))
+        self.link.set_last(CODEC.packed([asdict(self.metrics), self._facts]))
 
 
 class FollowerPorts(GroupPorts):
-    """The ports of the other ranks: the leader speaks to the broker, the script's log and displays."""
+    """The ports of the other ranks: the leader handles the broker, the log and the displays."""
 
     def poll(self) -> Poll:
         found: Poll
@@ -230,9 +230,9 @@ class FollowerPorts(GroupPorts):
         self.link.last_error = text  # the leader logs it
 
     def leave(self, *, hasty: bool) -> None:
-        """The leader waits for what is in flight; some of it goes over the connection of this rank.
+        """The leader waits for pushes in flight, some of them over the connection of this rank.
 
-        It may have left before this rank came here: its last word is counted all the same.
+        It may have left before this rank came here; its last message is counted nevertheless.
         """
         self.has_left = True
         patience = HASTY_S if hasty else self.settings.timeout
@@ -243,12 +243,12 @@ class FollowerPorts(GroupPorts):
                 setattr(self.metrics, name, value)
 
 
-# What the leader broadcasts in the place of tensors.
+# What the leader broadcasts instead of tensors.
 ELSEWHERE = "this rank's share is in its own buffers"
 
 
 class _WithoutTensors(Codec):
-    """Values of tensors never travel: each rank has its own share of them."""
+    """Values of tensors are never sent: each rank has its own share."""
 
     def _extension(self, value: Any) -> Any:
         return ELSEWHERE if isinstance(value, FlatState) else super()._extension(value)
@@ -260,7 +260,7 @@ CODEC = _WithoutTensors(
 )
 
 
-# What is saved of a worker: the same at all ranks, and the vectors of each one's share.
+# The saved state of a worker: the part that all ranks share, and the vectors of each one's share.
 
 
 def without_vectors(plain: Plain) -> Plain:

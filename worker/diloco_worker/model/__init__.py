@@ -1,1 +1,1 @@
-"""The model as flat vectors: what is captured, what is put back, what has changed."""
+"""The model as flat vectors: captured, changed, watched."""

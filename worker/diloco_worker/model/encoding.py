@@ -1,7 +1,7 @@
-"""Laying tensors out in wire form: what a model holds of a version minus them, or they themselves.
+"""Encodes tensors in wire form: a version minus the model, or the tensors themselves.
 
-This happens on the device of the tensors, piece by piece; only what travels comes to the host. In few
-bits these are the codes, so the values that are encoded stay on the device (`feedback`).
+It works on the device of the tensors, piece by piece; only the payload comes to the host. When
+quantized that is the codes, so the values to encode stay on the device (`feedback`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker.model.flat_state import FlatState, held
 from diloco_worker.model.placement import HOST
 
-# Elements handled at a time: on the host two fp32 pieces of this size stay in a core's second-level
-# cache; on an accelerator (16 MiB a piece) its kernels are long enough to hide their launch.
+# Elements of a piece: on the host two fp32 pieces fit into a core's second-level cache; on an
+# accelerator (16 MiB) the kernels are long enough to hide their launch.
 PIECE_ELEMENTS = 1 << 17
 ACCELERATOR_PIECE_ELEMENTS = 1 << 22
 # Wire dtypes that reach as far as fp32.
@@ -42,15 +42,15 @@ class Delta:
 
 @dataclass(eq=False, repr=False)
 class Encoding:
-    """A fragment that is laid out tensor by tensor."""
+    """A fragment that is encoded tensor by tensor."""
 
     layout: FragmentLayout
     dtype: str  # the wire dtype
-    base: FlatState | None = None  # what is measured from; None: tensors are laid out as they are
+    base: FlatState | None = None  # minuend; None: tensors are encoded as they are
     room: InitVar[Room] = mapped
-    device: torch.device = HOST  # where it is worked out
-    squares: float = 0.0  # of what is laid out of parameters, before rounding to the wire dtype
-    bad: str | None = None  # the first place that has NaN or infinity after encoding
+    device: torch.device = HOST  # of the computation
+    squares: float = 0.0  # sum over the parameters, before rounding to the wire dtype
+    bad: str | None = None  # the first place with NaN or infinity after encoding
     wire: dict[Segment, Tensor] = field(init=False)
 
     def __post_init__(self, room: Room) -> None:
@@ -69,7 +69,7 @@ class Encoding:
 
     @torch.no_grad()
     def add(self, place: Place, values: Tensor) -> None:
-        """Lay out one tensor. Buffers and integers are always taken as they are."""
+        """Encode one tensor. Buffers and integers are always taken as values."""
         given = values.detach().reshape(-1)
         if place.start == place.stop:
             return
@@ -95,7 +95,7 @@ class Encoding:
         else:
             rounded = values.to(encoded.dtype)
             encoded.copy_(rounded)
-        # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
+        # Finite squares have finite roots, far below the range of bf16.
         square = float(torch.dot(values, values))
         is_fine = math.isfinite(square) and encoded.dtype in _WIDE
         if not is_fine and not is_finite(rounded):
@@ -107,7 +107,7 @@ class Encoding:
 
     @property
     def delta(self) -> Delta:
-        """What was laid out."""
+        """The result."""
         state = FlatState(self.layout, self.wire, self.dtype)
         return Delta(state, math.sqrt(self.squares), self.bad)
 
@@ -121,7 +121,7 @@ def encode(
     *,
     device: torch.device = HOST,
 ) -> Delta:
-    """Lay tensors out in wire form: what a model holds of `base` minus them, or they themselves."""
+    """Encode tensors in wire form: `base` minus them, or they themselves."""
     encoding = Encoding(layout, dtype, base, room, device)
     for place in layout.places:
         encoding.add(place, tensors[place.entry.name])

@@ -1,14 +1,13 @@
-"""Error feedback: what sending in few bits has left out goes with what is sent next.
+"""Error feedback: the rounding error of a quantized push is added to the next one.
 
-A chunk in few bits is not quite what was to be sent. With e, the *residual* of the fragment, a = e +
-delta and C(a) is sent; once it has counted, e is a - D(C(a)) (Seide et al. 2014; Karimireddy et al.
-2019, arXiv 1901.09847). So all that was learnt is either counted or in e, and nothing is lost but for
-the rounding of fp32. A push that does not count leaves e as it was; of one that counts in part each
+With e, the *residual* of the fragment, a = e + delta, and C(a) is sent; once it has counted, e is a -
+D(C(a)) (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847). So nothing learnt is lost but
+for the rounding of fp32. A push that does not count leaves e unchanged; of one that counts in part each
 chunk is settled by itself, once a version says which.
 
-The residual is an fp32 copy of the parameters, kept chunk by chunk; each is replaced by a new one and
-never written to, so that whoever sends may read it. It is on the device of the delta: with a model on an
-accelerator the codes are made there as soon as the delta is frozen, and only they come to the host.
+The residual is an fp32 copy of the parameters, kept chunk by chunk; a chunk is replaced, never written
+to, so the I/O thread may read it. It is on the device of the delta: on an accelerator the codes are
+made there at the freeze, and only they come to the host.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ ByChunk = Mapping[int, Tensor]  # by index in the layout, of chunks of parameter
 
 @dataclass(frozen=True)
 class InFewBits(FlatState):
-    """A frozen delta that goes out with the residual, in a codec of few bits.
+    """A frozen delta that is sent with the residual, quantized.
 
     Its vectors are the delta alone, in fp32: the model was at base minus it. On the host a chunk is
-    encoded when it is sent first, in whichever thread; its bytes stay: what is sent again is the same.
+    encoded when it is first sent, in any thread; its bytes are kept for repetitions.
     """
 
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
@@ -52,16 +51,16 @@ class InFewBits(FlatState):
     _ahead: dict[int, Future[memoryview]] = field(default_factory=dict)
 
     def encode_ahead(self, threads: Executor) -> None:
-        """Begin to encode all chunks of parameters in these threads; `chunk` waits for its own."""
+        """Encode all chunks of parameters in these threads; `chunk` waits for its own."""
         for span in self.layout.spans:
             if span.segment is Segment.PARAMETERS and span.index not in self.codes:
                 self._ahead[span.index] = threads.submit(self._encoded, span)
 
     def encode_here(self, *, in_child: bool = False) -> None:
-        """Stop encoding ahead: `chunk` encodes what is missing.
+        """Stop encoding ahead: `chunk` encodes the rest.
 
-        In a forked child nothing is cancelled: the threads do not exist there, and the lock of a future
-        may have been held when the process forked.
+        In a forked child nothing is cancelled: the threads do not exist there, and may have held a
+        lock.
         """
         ahead = list(self._ahead.values())
         self._ahead.clear()
@@ -89,12 +88,12 @@ class InFewBits(FlatState):
         residual, delta, summed = self.residual.get(span.index), self._delta(span), None
         if residual is not None:
             summed = encode_sum(self.dtype, delta, residual, self._bytes)
-        # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
+        # Beyond the range of fp32 the residual is dropped, and the delta alone is sent.
         return summed.payload if summed else encode_chunk(span, delta, self.dtype, self._bytes)
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
-        """What a chunk of parameters leaves out: the residual once it has counted."""
+        """The residual of a chunk once it has counted."""
         code, delta, residual = (
             self.chunk(span.index),
             self._delta(span),
@@ -120,20 +119,19 @@ class InFewBits(FlatState):
 
 @dataclass(eq=False, repr=False)
 class Feedback:
-    """The residual of a fragment. Belongs to the training thread; see the head of this module."""
+    """The residual of a fragment. Belongs to the training thread."""
 
     layout: FragmentLayout
     room: Room
-    # False until something was sent in few bits: then there is nothing to keep or to save.
-    is_used: bool = False
-    # By push that was dropped, what the residual gains by each of its chunks that counts all the same.
+    is_used: bool = False  # something was quantized
+    # By dropped push, what the residual gains by each of its chunks that counts nevertheless.
     dropped: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    # Each with what it was made for last, which is so done once, although it may be called again.
+    # Each with the `why` of its last change, which is made once.
     _chunks: dict[int, tuple[Tensor, object]] = field(default_factory=dict)
 
     @property
     def spans(self) -> Iterator[ChunkSpan]:
-        """The chunks that have a residual."""
+        """The chunks with a residual."""
         return (span for span in self.layout.spans if span.segment is Segment.PARAMETERS)
 
     @property
@@ -142,12 +140,12 @@ class Feedback:
         return {index: values for index, (values, _) in self._chunks.items()}
 
     def joined(self, delta: FlatState) -> InFewBits:
-        """A delta that was frozen now, to go out with the residual."""
+        """A delta frozen now, to be sent with the residual."""
         self.is_used = True
         made = InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
         if any(vector.device != HOST for vector in delta.vectors.values()):
             for span in self.spans:
-                made.chunk(span.index)  # no other thread has to use the accelerator
+                made.chunk(span.index)  # so that no other thread uses the accelerator
         return made
 
     def settle(
@@ -156,13 +154,12 @@ class Feedback:
         counted: tuple[FlatState, Collection[int]] | None,
         known: Mapping[int, Collection[int]],
     ) -> None:
-        """A version has come into the model. For the same `why` it may be called again.
+        """A version was merged into the model. May be called again with the same `why`.
 
         Args:
-            counted: the delta that it counts, and the chunks of it that it contains, by index in the
-                layout (an earlier push may have contributed the others); None where none was under way.
-            known: of pushes that were dropped before, the chunks that count all the same, by index in
-                the layout; such a push is settled with it.
+            counted: the delta in flight that it counts, and which chunks of it (by index in the layout;
+                an earlier push may have contributed the others); None without one.
+            known: by dropped push, the chunks that count nevertheless; settles the push.
         """
         delta, own = (None, ()) if counted is None else counted
         in_flight = delta if isinstance(delta, InFewBits) else None
@@ -186,12 +183,12 @@ class Feedback:
             assert made is not None
             self._chunks[at] = (made, why)
             if sent is not None:
-                sent.residual.pop(at, None)  # its memory can be used for the next chunk
+                sent.residual.pop(at, None)  # frees its memory for the next chunk
         for push in known:
             self.dropped.pop(push, None)
 
     def drop(self, push_id: int, delta: FlatState, may_count: Collection[int]) -> None:
-        """A push was refused; a version will tell which of these chunks count. May be called again."""
+        """A push was rejected; a version will say which of these chunks count. May be called again."""
         if isinstance(delta, InFewBits):
             self.dropped[push_id] = {
                 span.index: self._gain(delta, span)
@@ -205,19 +202,19 @@ class Feedback:
         return after if before is None else after.sub_(before.to(after.device))
 
     def clear(self) -> None:
-        """What was made before counts elsewhere, or nowhere."""
+        """Discard all: it counts elsewhere, or nowhere."""
         self._chunks.clear()
         self.dropped.clear()
 
     def give_up(self) -> None:
-        """Deltas travel in bf16 or above from now on: what was left out before is not sent any more."""
+        """Deltas are not quantized from now on: discard the residual."""
         self._chunks.clear()
         self.is_used = bool(self.dropped)
 
     # For checkpoints.
 
     def flat(self, chunks: ByChunk) -> FlatState:
-        """Residuals, or gains, of all chunks as one vector; a copy."""
+        """Residuals or gains of all chunks as one vector; a copy."""
         vectors: dict[Segment, Tensor] = {}
         length = self.layout.lengths[Segment.PARAMETERS]
         if length:
@@ -228,14 +225,14 @@ class Feedback:
         return FlatState(self.layout, vectors)
 
     def cut(self, flat: FlatState) -> dict[int, Tensor]:
-        """By chunk, what `flat` made; copies."""
+        """The inverse of `flat`, by chunk; copies."""
         vector = flat.vectors.get(Segment.PARAMETERS)
         if vector is None:
             return {}
         return {span.index: vector[span.start : span.stop].clone() for span in self.spans}
 
     def restore(self, residual: FlatState, dropped: Mapping[int, FlatState]) -> None:
-        """Go on from what was saved."""
+        """Resume from a saved state."""
         self.is_used = True
         self._chunks = {index: (each, None) for index, each in self.cut(residual).items()}
         self.dropped = {push: self.cut(flat) for push, flat in dropped.items()}

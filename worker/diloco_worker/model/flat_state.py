@@ -1,13 +1,12 @@
-"""A fragment of the model as flat vectors on the host, and as what a push sends.
+"""A fragment of the model as flat vectors, and as the payload of a push.
 
-A version is fp32, whatever the model is. A model in bf16 or fp16 holds it rounded (`held`), so that is
-what every difference from a version is measured from: else its rounding would be sent as if it had been
-trained, and progress of less than half an ulp would be taken back round by round.
+A version is fp32, whatever the model is. A model in bf16 or fp16 holds it rounded (`held`), so every
+difference is measured from the rounded values: else the rounding would be sent as trained, and progress
+of less than half an ulp would be undone round by round.
 
 Each fragment has up to three vectors (docs/specification.md, section 3): parameters and float
 buffers in fp32, integers in int64. Memory of a worker, in units of the fp32 parameters: the global
-parameters it started from (1), the delta in wire dtype (1/2 with bf16; 1 in few bits, where each chunk
-is encoded when it is sent), and the version that is arriving (1). `placement` says where they lie.
+parameters (1), the delta in wire dtype (1/2 with bf16; 1 when quantized), and the arriving version (1).
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from torch import Tensor
 
 from diloco_protocol import ProtocolError, Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.tensors.codecs import (
-    add_code,
-    decode_chunk,
-    encode_chunk,
-    segment_dtype,
-)
+from diloco_protocol.tensors.codecs import add_code, decode_chunk, encode_chunk, segment_dtype
 from diloco_protocol.tensors.tensor_pool import mapped
 
 
@@ -33,18 +27,18 @@ from diloco_protocol.tensors.tensor_pool import mapped
 class FlatState:
     """The values of one fragment, or its delta: a flat vector for each segment that is not empty.
 
-    What is being sent, and what deltas are measured from, never changes.
+    Values being sent, and bases, never change.
     """
 
     layout: FragmentLayout  # where each tensor lies
-    # fp32 for parameters (but for a delta's) and buffers, int64 for integers; contiguous, on the CPU but
-    # for a base that is kept elsewhere, and the parameters of a delta in few bits of an accelerator.
+    # fp32 for parameters (except a delta's) and buffers, int64 for integers; contiguous. On the CPU,
+    # except a base that is kept elsewhere, and the parameters of a quantized delta of an accelerator.
     vectors: Mapping[Segment, Tensor]
     dtype: str = "fp32"  # the wire dtype of the parameters
 
     @classmethod
     def empty(cls, layout: FragmentLayout, *, pinned: bool = False) -> FlatState:
-        """Room for a fragment, not initialised."""
+        """Uninitialised values of a fragment."""
         vectors = {
             segment: torch.empty(length, dtype=segment_dtype(segment), pin_memory=True)
             if pinned
@@ -59,7 +53,7 @@ class FlatState:
         return next((vector.device for vector in self.vectors.values()), torch.device("cpu"))
 
     def to(self, device: torch.device) -> FlatState:
-        """The same on this device; itself where it is there. Returns when all of it has been copied."""
+        """The same on this device; itself where it is there. Returns when all is copied."""
         if self.device == device:
             return self
         vectors = {segment: vector.to(device) for segment, vector in self.vectors.items()}
@@ -67,16 +61,16 @@ class FlatState:
 
     def of(self, place: Place) -> Tensor:
         """The values of one tensor, in its shape: a view."""
-        if place.segment not in self.vectors:  # nothing of this kind has elements
+        if place.segment not in self.vectors:  # it has no elements
             return torch.empty(place.entry.shape, dtype=segment_dtype(place.segment))
         return self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
 
     def held(self, place: Place) -> Tensor:
-        """The same as a model holds them: rounded to its dtype. A view where that changes nothing."""
+        """The values of one tensor as a model holds them: rounded to its dtype."""
         return held(self.of(place), place.entry)
 
     def store(self, index: int, payload: memoryview, wire: str) -> None:
-        """Decode a received chunk into its place; `payload` has as many bytes as the place needs."""
+        """Decode a received chunk into its place; the payload has the right length."""
         span = self.layout.spans[index]
         target = self.vectors[span.segment][span.start : span.stop]
         values = decode_chunk(span, payload, wire, target)
@@ -114,12 +108,12 @@ class FlatState:
         return {place.entry.name: self.of(place) for place in self.layout.places}
 
     def chunk(self, index: int) -> memoryview:
-        """The bytes of one chunk; they share this memory."""
+        """The bytes of one chunk, which share this memory."""
         span = self.layout.spans[index]
         return encode_chunk(span, self.vectors[span.segment][span.start : span.stop], self.dtype)
 
     def taken_from(self, base: FlatState) -> FlatState:
-        """Where the model was when this delta was frozen: what it held of `base` minus it, rounded."""
+        """The model when this delta was frozen: its `base` minus the delta, rounded."""
         state = FlatState.empty(self.layout)
         for place in self.layout.places:
             if place.segment is Segment.PARAMETERS:
@@ -136,5 +130,5 @@ def held(values: Tensor, entry: TensorEntry) -> Tensor:
     return values.to(_NARROW[entry.dtype]).to(values.dtype)
 
 
-# Dtypes of a model that round what is fp32.
+# Dtypes of a model that round fp32.
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,9 +1,9 @@
-"""Bringing values into the model so that it may be broken off anywhere, and gone on with.
+"""Changes the model so that the change may be interrupted anywhere, and resumed.
 
-A merge reads what it overwrites: done twice it would count steps twice, done by half it leaves a torn
-model. So each tensor is worked out beside the model, copied in at one stroke, and remembered. What is
-broken off (memory runs out, Ctrl-C) goes on later with the tensors that are left; they become what they
-would have become then, and the steps that training has made in between stay on top.
+A merge reads what it overwrites: done twice it would count steps twice, done by half it leaves an
+inconsistent model. So each tensor is computed beside the model, copied in at once, and recorded. An
+interrupted change (out of memory, Ctrl-C) resumes later with the remaining tensors; they get the values
+that they would have had, and the steps made since stay on top.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from diloco_worker.model.flat_state import FlatState
 
 @dataclass
 class Change:
-    """What is to become of a fragment in the model.
+    """A change of a fragment in the model.
 
-    Without an origin local <- alpha local + (1 - alpha) new, the merge of Streaming DiLoCo (Douillard et
-    al. 2025, arXiv 2501.18512). With one: local <- alpha origin + (1 - alpha) new + (local - origin).
-    Parameters are computed in fp32 (fp64 for fp64 tensors), then rounded to the tensor's dtype. Float
-    buffers stay between the new value and the local one. Integers take the new value; with an origin the
-    larger of it and new + (local - origin), as a counter would.
+    Without an origin local <- alpha local + (1 - alpha) new, the merge of Streaming DiLoCo (Douillard
+    et al. 2025, arXiv 2501.18512). With one: local <- alpha origin + (1 - alpha) new + (local -
+    origin). Parameters are computed in fp32 (fp64 for fp64 tensors), then rounded to the tensor's
+    dtype. Float buffers stay between the new value and the local one. Integers take the new value; with
+    an origin the larger of it and new + (local - origin), as a counter would.
     """
 
     new: FlatState
     alpha: float = 0.0  # weight of the local values; 0: they are overwritten
-    # Where the model was once; steps made since are kept whole, on top of what it would have become.
+    # An earlier state of the model; steps made since are kept completely, on top of its merge.
     origin: FlatState | None = None
-    is_void: bool = False  # local values are of no use: no step is kept while this is broken off
+    is_void: bool = False  # discard local values, and steps made while it is interrupted
     _done: set[str] = field(default_factory=set)
-    _next: tuple[str, Tensor] | None = None  # worked out; copied in or not
-    # Of tensors that were not done when it was broken off first: their values then, on the host.
+    _next: tuple[str, Tensor] | None = None  # computed; copied in or not
+    # The values, on the host, of tensors that remained at the first interruption.
     _left: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def carry_out(self, live: Mapping[str, Tensor]) -> None:
-        """Change what is not done yet of the model's tensors, which are handed in by name.
-
-        When this returns the host memory of `new` and `origin` may be used again.
+        """Change the remaining tensors of the model, given by name. Afterwards the host memory of `new`
+        and `origin` may be reused.
         """
         try:
             for place in self.new.layout.places:
@@ -57,7 +56,7 @@ class Change:
 
     @property
     def reads(self) -> bool:
-        """Whether what becomes of local values depends on them."""
+        """Whether the result depends on the local values."""
         return self.alpha != 0 or self.origin is not None
 
     def _change(self, place: Place, tensor: Tensor) -> None:
@@ -72,7 +71,7 @@ class Change:
 
     @torch.no_grad()
     def merged(self, place: Place, local: Tensor) -> Tensor:
-        """What becomes of a local value, on its device. In fp32 (blending fp64 tensors, in fp64)."""
+        """The result for a local value, on its device. In fp32 (blending fp64 tensors, in fp64)."""
         fresh, origin = self.new.of(place), self.origin
         if place.segment is Segment.INTEGERS:
             if origin is None:
@@ -101,7 +100,7 @@ class Change:
         return moved if place.segment is Segment.PARAMETERS else _between(moved, local, fresh)
 
     def _break_off(self, live: Mapping[str, Tensor]) -> None:
-        """Remember how things stand. Needs no memory on an accelerator."""
+        """Record the state of an interrupted change. Needs no memory on an accelerator."""
         if self._next is not None:
             name, value = self._next
             now = live[name].detach().cpu()
@@ -117,7 +116,7 @@ class Change:
 
 
 def _with_steps(place: Place, value: Tensor, then: Tensor, now: Tensor) -> Tensor:
-    """A value that a tensor should have had `then`, and the steps made since."""
+    """The value that a tensor should have had `then`, with the steps made since."""
     now = now.cpu()
     if torch.equal(now, then):
         return value
@@ -128,25 +127,22 @@ def _with_steps(place: Place, value: Tensor, then: Tensor, now: Tensor) -> Tenso
 
 
 def _between(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The values, moved into the range from one to the other where they are outside.
-
-    Where one of them is infinite there may be no value (inf - inf): that becomes the other.
-    """
+    """Clamp the values between one and the other; NaN (from inf - inf) becomes the other."""
     values = torch.where(values.isnan(), other, values)
     return torch.clamp(values, torch.minimum(one, other), torch.maximum(one, other))
 
 
 def _beside(values: Tensor, other: Tensor) -> Tensor:
-    """Values where another tensor is, in its dtype."""
+    """Values on the device of another tensor, in its dtype."""
     return values.to(other.device, other.dtype, non_blocking=other.is_cuda)
 
 
 def _copy_in(tensor: Tensor, values: Tensor) -> None:
-    # Of queues only CUDA's are waited for.
+    # Only the queues of CUDA are waited for.
     tensor.copy_(values.to(tensor.device, non_blocking=tensor.is_cuda))
 
 
 def wait_for_copies(devices: Iterable[torch.device]) -> None:
-    """Wait until what is queued on those of them that have a queue is done."""
+    """Wait for the queues of these devices."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

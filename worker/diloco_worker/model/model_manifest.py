@@ -1,4 +1,4 @@
-"""What a model consists of, as a run knows it; or why it cannot be exchanged."""
+"""The manifest of a model, or why it cannot be exchanged."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from torch.nn.parameter import is_lazy
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.manifest import summarise
-from diloco_worker.model.model_parts import ModelParts, named_tensors
 from diloco_worker.model.spread.blocks import is_spread, local
-from diloco_worker.model.wrappers import without_wrappers
+from diloco_worker.model.wrappers import ModelParts, named_tensors, without_wrappers
 
 
 def unwrapped(model: object) -> nn.Module:
-    """The model without the wrappers of libraries around it; raises UsageError if it is not a module.
-
-    A list of modules is taken for the parts of one model.
-    """
+    """The model without the wrappers of libraries, or the parts of one; raises UsageError."""
     if isinstance(model, list | tuple):
         return ModelParts([unwrapped(part) for part in model])
     if not isinstance(model, nn.Module):
@@ -34,7 +30,7 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def manifest_of(model: nn.Module | Sequence[nn.Module], *, may_be_spread: bool = False) -> Manifest:
-    """What a model consists of, as a run will know it: `FragmentPlan.of(manifest_of(model), 4)`.
+    """The manifest of a model: `FragmentPlan.of(manifest_of(model), 4)`.
 
     Args:
         may_be_spread: values may be spread over the processes of a worker (DTensor); shapes are those
@@ -85,7 +81,7 @@ def _tied(names: Sequence[str], live: Mapping[str, Tensor]) -> dict[str, list[st
 
 
 def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
-    """Raise UsageError for a tensor that values cannot be copied out of and into."""
+    """Raise UsageError for a tensor whose values cannot be copied."""
     if is_lazy(tensor):
         raise UsageError(
             f"{name} belongs to a Lazy module and has no shape yet; run one batch through the model "
@@ -94,12 +90,12 @@ def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
     if any("torch.distributed" in base.__module__ for base in type(tensor).__mro__):
         raise UsageError(
             f"{name} is a {type(tensor).__name__}: its values are spread over processes; give the "
-            'DiLoCoWorker of each of them process_group="world", or the group that they are.'
+            'DiLoCoWorker of each process process_group="world", or their group.'
         )
     if tensor.is_meta:
         raise UsageError(
-            f"{name} is on the meta device, where it has no values; give it some (module.to_empty(), "
-            "then the initialisation or a checkpoint) before the DiLoCoWorker is made."
+            f"{name} is on the meta device and has no values; give it some (module.to_empty(), then a "
+            "checkpoint or the initialisation) before making the DiLoCoWorker."
         )
     if tensor.layout is not torch.strided:
         raise UsageError(
@@ -107,13 +103,13 @@ def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
         )
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise UsageError(
-            f"{name} was made by expand: several of its elements are one and the same memory, so no "
-            "values can be copied into it; register its .clone(), or persistent=False if it is constant."
+            f"{name} was made by expand: its elements share memory, so no values can be copied into it; "
+            "register its .clone(), or persistent=False if it is constant."
         )
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for two names of the very same data."""
+    """Equal for two names of the same data."""
     if tensor.numel() == 0:
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

@@ -1,8 +1,7 @@
-"""The tensors of a model by name: capturing them, their delta in wire form, and putting values back.
+"""The tensors of a model by name: capturing them, encoding their delta, and changing them.
 
 With parameters on a CUDA device the vectors lie in pinned memory, unless `placement` says otherwise:
-copies are queued on the current stream of the calling thread, behind the training kernels, and waited
-for before the host looks. A delta is worked out on the device (`encoding`).
+copies are queued on the current stream of the calling thread, and waited for before the host reads.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class ModelTensors:
     """The tensors of a model, by the manifest's names."""
 
     manifest: Manifest
-    lookup: Callable[[], Mapping[str, Tensor]]  # asked each time: a module may replace a buffer
-    watch: ModelWatch | None = None  # notices that the model is not that of the manifest any more
+    lookup: Callable[[], Mapping[str, Tensor]]  # called each time: a module may replace a buffer
+    watch: ModelWatch | None = None  # notices changes of the model
     may_pin: bool = True  # memory of the host that a CUDA device is copied to
     _buffers: TensorPool = field(default_factory=TensorPool)
     _pins_wire: bool = False  # whether the last delta was worked out on a CUDA device
@@ -53,17 +52,17 @@ class ModelTensors:
 
     @classmethod
     def of_state(cls, manifest: Manifest, state: Mapping[str, Tensor]) -> ModelTensors:
-        """Tensors in a dict, for a model that is no nn.Module."""
+        """Tensors in a dict, for a model that is not an nn.Module."""
         require_sound(manifest)
         tensors = cls(manifest, lambda: state)
         tensors._checked(tuple(manifest.entries))
         return tensors
 
     def look_at(self, take: Callable[[str, Tensor], object]) -> None:
-        """Hand over, by name, what is trained or averaged.
+        """Hand over, by name, all trained or averaged values.
 
-        In pieces, one of each tensor for each chunk that it is in, as they would be handed over by
-        several processes; while the layout is not known, the model's tensors.
+        In pieces, one of each tensor for each chunk that it is in, as several processes would; before
+        the layout is known, the model's tensors.
         """
         trained = {
             entry.name: tensor for entry, tensor in self.live() if entry.kind is not Kind.FROZEN
@@ -81,7 +80,7 @@ class ModelTensors:
                 take(piece_name(name, low, high), flat[name][low:high])
 
     def set_layout(self, layout: ModelLayout) -> None:
-        """The model is cut like this."""
+        """Set how the model is cut."""
         self._layout = layout
 
     def begin_view(self) -> None:
@@ -89,11 +88,11 @@ class ModelTensors:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that counts what concerns the worker as a whole."""
+        """Whether this process counts what concerns the whole worker."""
         return True
 
     def part_of(self, saved: Sequence[dict[str, Any]], layout: ModelLayout) -> dict[str, Any]:
-        """Of what one or several processes have saved, what this one goes on from."""
+        """What this process resumes from, of what one or several processes saved."""
         return part_of(saved, layout)
 
     def numbers_of(self, layout: FragmentLayout) -> Sequence[int]:
@@ -101,13 +100,13 @@ class ModelTensors:
         return range(layout.chunks)
 
     def room(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised vector on the host, in memory that others had before."""
+        """An uninitialised vector on the host, in reused memory."""
         if self._pins_wire:
             return torch.empty(elements, dtype=dtype, pin_memory=True)  # torch keeps such memory
         return self._buffers.take(elements, dtype)
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
-        """What of a fragment this process has: all of it."""
+        """What this process has of a fragment: all of it."""
         return layout
 
     @property
@@ -116,16 +115,16 @@ class ModelTensors:
 
     @property
     def pins(self) -> bool:
-        """Whether memory of the host for these tensors is pinned."""
+        """Whether host memory for these tensors is pinned."""
         return self.may_pin and _on_cuda(self.lookup().values())
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
-        """Each entry of the manifest with its tensor as it is now; raises UsageError as `_checked`."""
+        """Each entry of the manifest with its current tensor; raises UsageError as `_checked`."""
         found = self._checked(self.manifest.entries)
         return ((entry, found[entry.name].detach()) for entry in self.manifest.entries)
 
     def capture(self, layout: FragmentLayout) -> FlatState:
-        """Copy a fragment's values to the host; raises UsageError as `_checked` does."""
+        """Copy a fragment's values to the host; raises UsageError as `_checked`."""
         live = self._live(layout)
         state = FlatState.empty(layout, pinned=self.may_pin and _on_cuda(live.values()))
         for place in state.layout.places:
@@ -139,8 +138,8 @@ class ModelTensors:
     def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
         """Global minus local of a fragment, encoded into memory that no other delta is in.
 
-        Training started from `base`, rounded to the model's dtypes. The local values may be `captured`
-        already: a model on the host is not read again then. Raises UsageError as `_checked` does.
+        Training started from `base`, rounded to the model's dtypes. `captured`: the local values where
+        they were captured already. Raises UsageError as `_checked`.
         """
         device = self._device_for(base)
         is_read = device == HOST and captured is not None
@@ -148,7 +147,7 @@ class ModelTensors:
         return encode(base.layout, local, dtype_name, base, self.room, device=device)
 
     def _device_for(self, base: FlatState) -> torch.device:
-        """Where a delta from this base is worked out; `room` is for what comes from there."""
+        """Where a delta from this base is computed; sets what `room` returns."""
         device = accelerator_of(self.devices) if base.device == HOST else base.device
         self._pins_wire = self.may_pin and device.type == "cuda"
         return device
@@ -156,8 +155,8 @@ class ModelTensors:
     def bring_in(self, change: Change) -> None:
         """Change the model's own tensors, so that the optimizer's references stay valid.
 
-        When this returns the host memory of the change may be used again. What it raises breaks the
-        change off: called again, it goes on with the tensors that are left.
+        Afterwards the host memory of the change may be reused. An exception interrupts the change:
+        called again, it resumes with the remaining tensors.
         """
         change.carry_out(self._live(change.new.layout))
 
@@ -168,7 +167,7 @@ class ModelTensors:
         return self._checked(tuple(place.entry for place in layout.places))
 
     def _checked(self, entries: tuple[TensorEntry, ...]) -> dict[str, Tensor]:
-        """By name; raises UsageError when a tensor is not what the manifest says any more."""
+        """By name; raises UsageError when a tensor no longer matches the manifest."""
         tensors = self.lookup()
         found = {}
         for entry in entries:

@@ -1,9 +1,9 @@
-"""Notices that a model has changed in mid-run: layers unfrozen, frozen, replaced, renamed or retyped.
+"""Notices changes of a model during a run: layers unfrozen, frozen, replaced, renamed or retyped.
 
-A run knows the tensors that the model had when its worker was made. What is trained besides is never
-sent, and what stands for something else now is sent in its place. Only names, shapes, dtypes,
-`requires_grad` and identities are looked at, never values, so a look costs about a millisecond. Buffers
-may be replaced by their modules, and a parameter may be given other `.data`.
+A run has the tensors that the model had when its worker was made. New ones are never sent, and a
+replaced one is sent in place of the old. Only names, shapes, dtypes, `requires_grad` and identities are
+compared, never values, so it takes about a millisecond. Modules may replace their buffers, and a
+parameter may get other `.data`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diloco_protocol.manifest import summarise
 from diloco_worker.model.model_manifest import dtype_name
-from diloco_worker.model.model_parts import named_tensors
+from diloco_worker.model.wrappers import named_tensors
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Seen:
 
 
 class ModelWatch:
-    """See the head of this module. The model is compared with what it is now.
+    """Compares the model with its state when this was made.
 
     Args:
-        settle: called before each look; puts back what is in the place of the parameters for a while.
+        settle: called before each comparison; puts back parameters that were replaced for a while.
     """
 
     def __init__(self, model: nn.Module, settle: Callable[[], object] | None = None) -> None:
-        self.problem: str | None = None  # what has changed, a sentence
+        self.problem: str | None = None  # the changes, a sentence
         self._model = model
         self._settle = settle
         self._before = _seen(model)
@@ -45,7 +45,7 @@ class ModelWatch:
         self._told: set[str] = set()
 
     def look(self) -> str | None:
-        """Compare. Returns `problem` where there is something in it that was not returned before."""
+        """Compare. Returns `problem` where it has something new."""
         clauses = self._clauses()
         self.problem = (
             f"The model has changed since its worker was made: {summarise(clauses)}. A run keeps the "

@@ -1,8 +1,7 @@
 """Where a worker's vectors lie: on the host, pinned or not, or beside the model on its accelerator.
 
-What a user is short of decides. By default the global parameters, which deltas are measured from, are on
-the host, and what is copied to or from a CUDA device lies in pinned memory: copies are queued then, and
-faster, but the system cannot give such memory to anything else.
+By default the global parameters are on the host, and memory that is copied to or from a CUDA device is
+pinned: copies are queued then, and faster, but the system cannot use such memory for anything else.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from diloco_protocol import UsageError
 
 CPU, CUDA = "cpu", "cuda"
 HOST = torch.device(CPU)
-# Where deltas are worked out on the host: mps has no fp64, and shares the host's memory.
+# Devices whose deltas are computed on the host: mps has no fp64, and shares the host's memory.
 _ON_HOST = (CPU, "mps")
 
 
@@ -34,14 +33,14 @@ class Placement:
         pin_memory: bool | None = None,
         keep_global_on: str | None = None,
     ) -> Placement:
-        """What a user has asked for, with the model's tensors on these devices.
+        """The placement for a model with tensors on these devices.
 
         Args:
             pin_memory: None: where there is a CUDA device.
             keep_global_on: "cuda" stands for the first CUDA device of the model; None for "cpu".
 
         Raises:
-            UsageError: it cannot be had with this model.
+            UsageError: it is impossible with this model.
         """
         found = list(devices)
         on_cuda = [device for device in found if device.type == CUDA]
@@ -61,5 +60,5 @@ class Placement:
 
 
 def accelerator_of(devices: Iterable[torch.device]) -> torch.device:
-    """Where deltas of a model on these devices are worked out: the first accelerator, or the host."""
+    """Where deltas of a model on these devices are computed: the first accelerator, or the host."""
     return next((each for each in devices if each.type not in _ON_HOST), HOST)

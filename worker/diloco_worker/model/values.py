@@ -1,7 +1,7 @@
-"""What the values of a model must be to begin a run, and the constants among its buffers.
+"""Which values a model may start a run with, and the constants among its buffers.
 
 A float buffer that holds an infinity when the worker is made (a causal mask) cannot be averaged. It is
-taken as constant: it belongs to the frozen part, which travels once, as it is. NaN never travels.
+a constant of the frozen part, which travels once, as it is. NaN never travels.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from diloco_worker.model.model_tensors import ModelTensors
 
 
 def check_values(tensors: ModelTensors) -> None:
-    """Raise UsageError, naming the tensor, for values that no run can begin with.
-
-    These are NaN, infinities in what is trained or averaged, and fp64 values beyond the range of fp32,
-    in which they would travel.
+    """Raise UsageError for values that no run can start with: NaN, infinities in values trained or
+    averaged, fp64 values beyond the range of fp32.
     """
     for entry, tensor in tensors.live():
         is_wide = tensor.dtype is torch.float64
@@ -27,7 +25,7 @@ def check_values(tensors: ModelTensors) -> None:
             continue
         if has_nan(tensor):
             raise UsageError(
-                f"{entry.name} holds NaN, and no run can begin with it; fix the initialisation of the "
+                f"{entry.name} holds NaN, so no run can start with it; fix the initialisation of the "
                 "model, or load another checkpoint."
             )
         if is_finite(tensor):
@@ -42,14 +40,13 @@ def check_values(tensors: ModelTensors) -> None:
             )
         if entry.kind is Kind.BUFFER:
             raise UsageError(
-                f"{entry.name} is a buffer that is averaged, and holds infinities; one that is meant to "
-                "must hold them when the DiLoCoWorker is made, or be frozen in the client's manifest: "
-                "then it is taken as constant."
+                f"{entry.name} is a buffer that is averaged, and holds infinities; a constant must hold "
+                "them when the DiLoCoWorker is made, or be frozen in the client's manifest."
             )
 
 
 class Constants:
-    """Watches the buffers that are taken as constant: what training makes of them reaches nobody."""
+    """Watches constant buffers: changes of them are not sent."""
 
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors
@@ -60,7 +57,7 @@ class Constants:
         }
 
     def warnings(self) -> Iterator[str]:
-        """A sentence for each that has changed, once."""
+        """A sentence for each one that changed, once."""
         if not self._values:
             return
         for entry, tensor in self._tensors.live():
@@ -68,7 +65,7 @@ class Constants:
             if before is not None and not torch.equal(before, tensor):
                 del self._values[entry.name]
                 yield (
-                    f"{entry.name} has changed: it held infinities at the start, was taken as constant "
-                    "and is not synchronised. Let it begin with finite values, or make it "
-                    "persistent=False if it is this worker's own."
+                    f"{entry.name} has changed: it held infinities at the start, so it is a constant "
+                    "and is not synchronised. Start with finite values, or make it persistent=False if "
+                    "it is this worker's own."
                 )

@@ -1,24 +1,25 @@
-"""The tensors of a module by the names that the model itself gives them, whatever is wrapped around it.
+"""The tensors of a model by the names that the model itself gives them.
 
 Libraries wrap a model, or parts of it, in modules of their own: DDP's puts `module.` in front of each
-name, torch.compile's `_orig_mod.`, and so on. Workers with and without them are to share a run, so these
-names are left out. Only the classes of those libraries are looked through: a model may well call a part
-of its own `module`.
+name, torch.compile's `_orig_mod.`, and so on. Workers with and without them share a run, so these names
+are left out. Only classes of those libraries are looked through: a model may call a part of its own
+`module`. State dicts are not used: hooks give them other entries, while the parameters are trained.
 
-State dicts are not asked: hooks give them other entries (Fabric's wrapper, a fused projection that is
-split for checkpoints), while it is the parameters that are trained.
+The parts of a pipeline are cut out of one model and keep its names, so their tensors, one part after the
+other, are those of the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 
 from diloco_protocol import UsageError
 
-# Of each wrapper, by the name of its class, what it calls the module that it wraps.
+# By the name of a wrapper class, the attribute of the wrapped module.
 _INNER = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
@@ -42,11 +43,7 @@ class Named:
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """The model in its wrappers; itself where it has none.
-
-    Raises:
-        UsageError: FSDP1 has cut its parameters into flat ones.
-    """
+    """The model in its wrappers, or itself; UsageError where FSDP1 has flattened its parameters."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
@@ -57,6 +54,9 @@ def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[Named]:
 
     Raises UsageError as `without_wrappers` does.
     """
+    if isinstance(module, ModelParts):
+        yield from module.tensors()
+        return
     module = without_wrappers(module)
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -71,7 +71,7 @@ def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[Named]:
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """What a wrapper of a library wraps; None for any other module."""
+    """The module in a wrapper of a library; None for any other module."""
     for kind in type(module).__mro__:
         name = _INNER.get(kind.__name__)
         if name is not None and kind.__module__.partition(".")[0] in _LIBRARIES:
@@ -90,3 +90,58 @@ def _require_whole(fsdp: nn.Module) -> None:
             "into flat shards; use torch's fully_shard instead (docs/frameworks.md), or NO_SHARD with "
             "use_orig_params=True."
         )
+
+
+class ModelParts(nn.Module):
+    """The modules of one model, to be read, not called.
+
+    Buffers that are not saved (a table of rotary embeddings) may have one name in several parts.
+
+    Raises:
+        UsageError: no part, or a name for two tensors.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        if not parts:
+            raise UsageError("model is an empty list; give the modules that this process trains.")
+        self.parts = tuple(parts)  # in a tuple they are no submodules, so their names stay
+        self._owners: dict[str, int] = {}  # by name, the part that has the tensor
+        known: dict[str, object] = {}
+        for number, part in enumerate(parts):
+            for found in named_tensors(part):
+                if not found.is_saved:
+                    continue
+                name, value = found.name, found.tensor
+                if name in known and known[name] is not value:
+                    raise UsageError(
+                        f"Parts {self._owners[name]} and {number} of the model both have a "
+                        f"{name!r}; give them names of their own, for instance as one "
+                        'nn.ModuleDict({"first": ..., "second": ...}).'
+                    )
+                known.setdefault(name, value)
+                self._owners.setdefault(name, number)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of all parts, as `nn.Module.named_parameters` gives them."""
+        seen: set[int] = set()
+        for found in self.tensors():
+            if not found.is_parameter or (remove_duplicate and id(found.tensor) in seen):
+                continue
+            seen.add(id(found.tensor))
+            name = f"{prefix}.{found.name}" if prefix else found.name
+            yield name, cast(nn.Parameter, found.tensor)
+
+    def tensors(self) -> Iterator[Named]:
+        """Those of all parts, without unsaved buffers under the name of another part's tensor."""
+        for number, part in enumerate(self.parts):
+            for found in named_tensors(part):
+                if self._owners.get(found.name, number) == number:
+                    yield found
+
+
+def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that a model consists of."""
+    return module.parts if isinstance(module, ModelParts) else (module,)

@@ -1,1 +1,1 @@
-"""The state machine of a worker's connection: events in, effects out. Pure."""
+"""The state machine of a worker's conversation with the broker: events in, effects out. Pure."""

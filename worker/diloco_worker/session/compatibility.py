@@ -1,4 +1,4 @@
-"""Whether a worker can take part in a run as the broker describes it, and how the model is cut. Pure."""
+"""Whether a worker can train in a run as the broker describes it, and how the model is cut. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import BUFFERS, MERGES, MODES, WEIGHTS, Welcome
 
-# Seconds between heartbeats where neither the worker nor the broker asks for something else.
+# Seconds between heartbeats by default.
 HEARTBEAT_S = 30.0
-# A broker may ask for more often than any needs, by mistake or on purpose.
+# A lower bound, since a broker may ask for too many.
 LEAST_HEARTBEAT_S = 0.005
-# What must be the same when a broker comes back: chunks in flight are numbered by it, and deltas in
-# in-flight push are merged by it.
+# Must be the same after a restart of the broker: chunks in flight are numbered, and deltas merged, by
+# it.
 FIXED = (
     "mode",
     "num_fragments",
@@ -34,7 +34,7 @@ OTHER_PLAN = (
 
 @dataclass(frozen=True)
 class Terms:
-    """On which terms a worker trains."""
+    """The terms on which a worker trains."""
 
     config: RunConfig
     # The fragment of each manifest entry, as the broker told it; () if P is 1.
@@ -50,9 +50,9 @@ def check_welcome(
     asked_interval: float | None,
     asked_sync_every: int | None,
 ) -> Terms:
-    """The terms of a welcome; raises ProtocolError where this worker cannot take part on them.
+    """The terms of a welcome; raises ProtocolError where this worker cannot train on them.
 
-    `earlier` are those it has trained on so far. What the user asked for is None where it did not.
+    `earlier`: the terms so far. The asked values are None where the user did not set them.
     """
     config, plan = welcome.config, welcome.plan
     problem = (
@@ -75,7 +75,7 @@ def check_welcome(
 
 
 def _why_silence_fails(config: RunConfig, asked_interval: float | None) -> str | None:
-    """Why the broker would drop this worker for the heartbeats that the user asked for."""
+    """Why the broker would drop this worker for the user's heartbeat interval."""
     tolerated = config.heartbeat_timeout
     if asked_interval == 0 and tolerated > 0:
         return (
@@ -91,7 +91,7 @@ def _why_silence_fails(config: RunConfig, asked_interval: float | None) -> str |
 
 
 def why_unsound(config: RunConfig, manifest: Manifest) -> str | None:
-    """What no broker of this release says, as a sentence; None where all of it can be followed."""
+    """Which value this release cannot follow, as a sentence; None where there is none."""
     known = {
         "wire_dtype": config.wire_dtype in WIRE_DTYPES,
         "reply_dtype": config.reply_dtype in REPLY_DTYPES,
@@ -113,7 +113,7 @@ def why_unsound(config: RunConfig, manifest: Manifest) -> str | None:
 def _why_incompatible(
     config: RunConfig, earlier: Terms | None, asked_sync_every: int | None
 ) -> str | None:
-    """Why this worker cannot train as the run does, as a sentence; None when it can."""
+    """Why this worker cannot train in the run, as a sentence; None when it can."""
     if config.mode not in MODES or config.fragment_merge not in MERGES:
         return (
             f"The run has mode {config.mode!r} and merges by {config.fragment_merge!r}, this release "
@@ -139,7 +139,7 @@ def _why_incompatible(
 def changed(
     earlier: Terms, config: RunConfig, plan: tuple[int, ...] | None = None
 ) -> tuple[str, object, object] | None:
-    """The first thing that must stay the same and has not: its name, what it was, what it is."""
+    """The first thing that must not change and did: its name, the old and the new value."""
     for name in FIXED:
         ours, theirs = _told(earlier.config, name), _told(config, name)
         if ours != theirs:
@@ -150,7 +150,7 @@ def changed(
 
 
 def _told(config: RunConfig, name: str) -> object:
-    """A field of the run's configuration, in the words of the options."""
+    """A field of the run's configuration as the options name it."""
     if name == "fragment_sync_delay" and config.fragment_delay_auto:
         return "auto"
     return getattr(config, name)
@@ -159,7 +159,7 @@ def _told(config: RunConfig, name: str) -> object:
 def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:
     """Cut a model as the broker does; raises ProtocolError for a plan that does not fit it.
 
-    `plan` is the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
+    `plan` is the fragment of each manifest entry, in order; empty where P is 1.
     """
     is_split = config.num_fragments > 1
     if is_split:
@@ -173,10 +173,10 @@ def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayo
 
 
 def sync_every(config: RunConfig, own: int | None, worked_out: int | None) -> int:
-    """H in use: the worker's own, what the broker has worked out for it, or the run's.
+    """H in use: the worker's own, the broker's for this worker, or the run's.
 
-    In a run with rounds an own H is never above the run's, which an operator may lower while it goes on:
-    the others would wait.
+    In a run with rounds an own H is never above the run's, which an operator may lower: the others
+    would wait.
     """
     if own is not None:
         return own if config.mode == "async" else min(own, config.sync_every)
@@ -184,7 +184,7 @@ def sync_every(config: RunConfig, own: int | None, worked_out: int | None) -> in
 
 
 def gives_way(config: RunConfig, own: int | None) -> str | None:
-    """What to say where the run's H takes the place of the worker's own; None where it does not."""
+    """A sentence where the run's H replaces the worker's own; else None."""
     runs = config.sync_every
     if own is None or own == sync_every(config, own, None):
         return None

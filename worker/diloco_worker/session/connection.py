@@ -1,14 +1,12 @@
-"""Joining, rejoining, heartbeats, votes, and what the broker's signs of life mean. Pure.
+"""Joining, rejoining, heartbeats, votes, and the broker's signs of life. Pure.
 
 NEW -> CONNECTING -> JOINING -> JOINED
             ^           |          |
             |           v          |
-            +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
-With several addresses (`Places`) AWAY leads to the next one, too: when the current one cannot be
-reached, or is that of a standby.
-REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
-         end, and so it is when an operator has removed this worker; later it is asked again
-         every 30 s, since a person may repair the broker.
+            +-- AWAY <-- connection broke, `rejoin`, or silence; at most 2 s
+With several addresses (`Places`) AWAY also leads to the next one.
+REFUSED: the broker refuses this worker for good: before the first welcome, or when an operator removed
+         it. Later refusals are retried every 30 s, since an operator may repair the broker.
 LEFT: the end.
 """
 
@@ -24,39 +22,37 @@ from diloco_protocol.description import seconds_for
 from diloco_worker.session import effects
 from diloco_worker.session.compatibility import heartbeat_interval
 
-# Seconds before new connections are opened: doubling from the first to the longest. After a crash the
-# broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
+# Seconds before new connections are opened, doubled from the first to the longest. After a crash the
+# broker gives its workers 10 s to return with what they hold, so the longest stays far below it.
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
-# Seconds between two attempts when the broker has answered "not now".
+# Seconds between two attempts after "not now".
 RETRY_S = 1.0
-# Seconds between two attempts after a final refusal in the middle of a run.
+# Seconds between two attempts after a refusal during a run.
 REFUSED_RETRY_S = 30.0
-# Seconds without an answer to a join before the connections are made anew.
+# Seconds without an answer to a join before reconnecting.
 JOIN_PATIENCE_S = 20.0
-# The broker answers every heartbeat of a joined worker. After this many intervals of silence, and at
-# least this many seconds, the connection counts as broken although no error was reported.
+# The broker answers every heartbeat. After this many intervals of silence, and at least this many
+# seconds, the connection counts as broken.
 SILENT_BEATS = 3
 SILENT_S = 10.0
-# The same where the root broker has a standby that this worker can go to: heartbeats in one lease, and
-# leases of silence.
+# The same where there is a standby: heartbeats in one lease, and leases of silence.
 BEATS_A_LEASE = 3
 SILENT_LEASES = 2
-# Seconds in which a chunk that is under way arrives, or its acknowledgement. Doubled each time that none
-# has, so that a link that needs longer for 2 MiB gets there at last.
+# Seconds in which an expected chunk or acknowledgement arrives. Doubled each time that none did, so
+# that a link that needs longer for 2 MiB succeeds eventually.
 BULK_PATIENCE_S = 30.0
 LONGEST_BULK_PATIENCE_S = 960.0
 
-# Errors of a broker that accepts no worker, where another one may.
+# Errors of a broker that accepts no worker, while another one may.
 ELSEWHERE = (Code.STANDBY, Code.STOPPING)
-# Seconds in which an address has to answer, where there is another one to try: a TCP connection and a
-# handshake with keys take five round trips.
+# Seconds for an address to answer where there is another one: TCP and a handshake with keys take five
+# round trips.
 CONNECT_PATIENCE_S = 3.0
-# The longest pause after all have been asked. A standby that takes over is found within it.
+# The longest pause after all have been tried: a standby that takes over is found within it.
 LONGEST_PAUSE_S = 0.5
 
-# By how much a worker's word to a hub or standby is kept longer than others count on it: clocks run at
-# different rates.
+# A promise is kept longer than others rely on it by this factor: clocks run at different rates.
 SAFETY = 1.05
 REPLACED = "This broker was replaced by its standby, which has the run now."
 # By fragment, the frozen one included, the process that owns each chunk.
@@ -75,39 +71,38 @@ class Phase(str, Enum):
 
 @dataclass
 class Places:
-    """Which of a broker's addresses is tried next. The link has the addresses; here they are numbers.
+    """Which of the broker's addresses is tried next; the link has the addresses, here they are numbers.
 
-    A hub and its standby have an address each, and one of them lets workers in. A worker stays where it
-    is welcomed. When that is lost it asks there first, since a connection may break by itself; then at
-    the others in order, from the first that it was given. When all have been asked it pauses, and begins
-    again with the first.
+    A root broker and its standby have an address each, and one of them accepts workers. A worker that
+    lost its connection first tries the same address, then the others in order; after all of them it
+    pauses.
 
     Attributes:
         count: how many there are.
-        current: the one that is tried, or where the broker is.
+        current: the one that is tried or in use.
     """
 
     count: int = 1
     current: int = 0
-    _asked: set[int] = field(default_factory=set)  # since the last pause, without success
-    _locked: set[int] = field(default_factory=set)  # where our key was rejected
+    _asked: set[int] = field(default_factory=set)  # tried since the last pause
+    _locked: set[int] = field(default_factory=set)  # rejected our key
 
     @property
     def are_several(self) -> bool:
         return self.count > 1
 
     def welcomed(self) -> None:
-        """The current one is right: when it is lost, all are asked again."""
+        """The current address is right: when it is lost, all are tried again."""
         self._asked.clear()
         self._locked.clear()
 
     def lock(self) -> bool:
-        """The current one rejected our key. Returns whether all have."""
+        """The current address rejected our key. Returns whether all have."""
         self._locked.add(self.current)
         return len(self._locked) == self.count
 
     def turn(self) -> bool:
-        """The current one is of no use now: turn to the next. Returns whether all have been asked."""
+        """Go on to the next address. Returns whether all have been tried."""
         self._asked.add(self.current)
         left = [each for each in range(self.count) if each not in self._asked]
         self.current = left[0] if left else 0
@@ -119,22 +114,21 @@ class Places:
 class BulkWatch:
     """Notices that the bulk connection is dead although the control connection lives.
 
-    A router that has lost a connection silently drops what is sent on it; heartbeats take their own
-    connection. What must come is known: chunks that were sent are acknowledged, and chunks of a
-    version that the broker has released are there to be sent.
+    A router drops what is sent on a lost connection, and heartbeats use their own. But chunks that were
+    sent must be acknowledged, and chunks of a released version must arrive.
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None  # when waiting began, or something came last
+        self._since: float | None = None  # when waiting began, or the last arrival
         self._patience_s = BULK_PATIENCE_S
 
     @property
     def gives_up_at(self) -> float | None:
-        """None while nothing must come."""
+        """None while nothing is expected."""
         return None if self._since is None else self._since + self._patience_s
 
     def look(self, waits: bool, now: float) -> None:
-        """After each event: must something come?"""
+        """Called after each event: is anything expected?"""
         if not waits:
             self._since = None
         elif self._since is None:
@@ -146,7 +140,7 @@ class BulkWatch:
             self._since = now
 
     def give_up(self, now: float) -> Iterator[str]:
-        """Why the connections are reopened, if nothing was received for too long."""
+        """Why to reconnect, if nothing was received for too long."""
         if self.gives_up_at is not None and now >= self.gives_up_at:
             waited_s, self._since = self._patience_s, None
             self._patience_s = min(2 * waited_s, LONGEST_BULK_PATIENCE_S)
@@ -154,19 +148,18 @@ class BulkWatch:
 
 
 class Connection:
-    """Where a session is on its way to the broker, and when it has to do something about it."""
+    """The state of the connection to the broker, and its deadlines."""
 
     def __init__(self, asked_interval: float | None) -> None:
         self.phase = Phase.NEW
-        # Of the session at the broker; kept when a connection breaks, to come back with. None before a
-        # welcome, and for an observer.
+        # Of the session, kept when a connection breaks. None before a welcome, and for an observer.
         self.token: bytes | None = None
         self.reconnections = 0  # welcomes after the first
-        self.last_heard: float | None = None  # when the broker last said anything
+        self.last_heard: float | None = None  # when the last message arrived
         self.bulk = BulkWatch()
         self.places = Places()
         self._is_served = False  # the current address is that of the right broker
-        # between heartbeats; None = what fits the broker; 0 = none
+        # Between heartbeats; None = by the broker; 0 = none
         self._asked_interval = asked_interval
         self._interval = self._silent_s = 0.0
         self._backoff = FIRST_BACKOFF_S
@@ -186,7 +179,7 @@ class Connection:
 
     @property
     def times(self) -> list[float]:
-        """When there is something to do."""
+        """The deadlines."""
         unanswered = self._unanswered_since
         patience_ends = None if unanswered is None else unanswered + self._join_patience_s
         times = [self._wake_at, self._beat_at, patience_ends, self._silent_at, self._unreached_at]
@@ -209,7 +202,7 @@ class Connection:
         self._joining_since, self._join_patience_s = now, JOIN_PATIENCE_S + seconds_for(size)
 
     def observes(self) -> None:
-        """The connection of an observer is up, which need not join."""
+        """An observer is connected, which does not join."""
         self.phase = Phase.JOINED
         if not self.places.are_several:
             self.serves()
@@ -236,11 +229,11 @@ class Connection:
         self._beat_at = now + self._interval if self._interval else None
 
     def puts_off(self, now: float) -> None:
-        """The broker accepts no worker just now: join again soon."""
+        """The broker accepts no worker right now: join again soon."""
         self._wake_at = now + RETRY_S
 
     def is_refused(self, code: str, text: str, now: float) -> Iterator[effects.Effect]:
-        """The broker does not take this worker."""
+        """The broker refuses this worker."""
         final = self.token is None
         self.phase = Phase.REFUSED
         self._wake_at = None if final else now + REFUSED_RETRY_S
@@ -248,19 +241,19 @@ class Connection:
         yield effects.JoinRefused(code, text, final)
 
     def is_removed(self, notice: messages.Notice, now: float) -> Iterator[effects.Effect]:
-        """An operator has removed this worker: there is no way back."""
+        """An operator removed this worker for good."""
         self.token = None
         yield effects.Told(notice)
         yield from self.is_refused(Code.NOT_ALLOWED, notice.text, now)
 
     @property
     def can_break(self) -> bool:
-        """Whether there is a connection whose end matters."""
+        """Whether there is a connection to lose."""
         is_final = self.phase is Phase.REFUSED and self.token is None  # it is not reopened
         return not is_final and self.phase not in (Phase.NEW, Phase.AWAY)
 
     def breaks(self, reason: str, now: float) -> Iterator[effects.Effect]:
-        """Close what is left of the connection, and open a new one soon."""
+        """Close the connection, and open a new one soon."""
         if self.places.are_several and not self._is_served:
             yield from self.turns(now)
             return
@@ -273,7 +266,7 @@ class Connection:
         self._beat_at = None
 
     def turns(self, now: float) -> Iterator[effects.Effect]:
-        """The current address is of no use now: try the next at once, and all again after a pause."""
+        """Try the next address at once, and all again after a pause."""
         yield effects.Close()
         self.phase = Phase.AWAY
         self._beat_at = None
@@ -283,7 +276,7 @@ class Connection:
             self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
 
     def wakes(self, now: float) -> bool:
-        """Whether the time has come to open connections (AWAY), or else to join again."""
+        """Whether it is time to open connections (AWAY), or else to join again."""
         is_due = self._wake_at is not None and now >= self._wake_at
         if is_due:
             self._wake_at = None
@@ -302,7 +295,7 @@ class Connection:
 
     @property
     def seeks_another(self) -> bool:
-        """Whether there is another address to try when the current one does not answer."""
+        """Whether there is another address to try when this one does not answer."""
         return self.places.are_several and self.phase is Phase.CONNECTING
 
     @property
@@ -312,7 +305,7 @@ class Connection:
 
     @property
     def _unanswered_since(self) -> float | None:
-        """When the join was sent that has no answer yet."""
+        """When the unanswered join was sent."""
         unanswered = self.phase is Phase.JOINING and self._wake_at is None
         return self._joining_since if unanswered else None
 
@@ -332,7 +325,7 @@ class Connection:
             yield effects.Beat(token, uploading)
 
     def leave(self, reason: str) -> Iterator[effects.Effect]:
-        """The end of the session."""
+        """End the session."""
         if (token := self.live_token) is not None:
             yield effects.Send(messages.Leave(token, reason))
         self.phase = Phase.LEFT
@@ -340,11 +333,11 @@ class Connection:
 
 @dataclass
 class Lanes:
-    """The connections for chunks of a worker that is a group of processes: each moves those it owns.
+    """The data connections of a group of processes: each moves the chunks that it owns.
 
-    Lane i is that of process i, lane 0 the bulk connection of the one that has the session. A worker
-    that is not a group has lane 0 alone, which owns all from the start. A group shares its chunks out
-    first, also a group of one process.
+    Lane i is that of process i; lane 0 is the bulk connection of the process with the session, and owns
+    all chunks where the worker is not a group. A group, even of one process, shares its chunks out
+    first.
     """
 
     count: int = 1
@@ -360,7 +353,7 @@ class Lanes:
         return 0 if self.owners is None else self.owners[fragment][index]
 
     def bindings(self, session: bytes, credit: int) -> tuple[messages.Lane, ...]:
-        """The first word on each lane, in order."""
+        """The first message on each lane, in order."""
         assert self.owners is not None
         return tuple(
             messages.Lane(session, lane, tuple(_share(each, lane) for each in self.owners), credit)
@@ -378,27 +371,26 @@ def _share(owners: tuple[int, ...], lane: int) -> bytes:
 
 @dataclass
 class Votes:
-    """For whom a worker votes, where a hub has a standby; `voter` is the number of this life.
+    """Votes of a worker where a root broker has a standby; `voter` numbers this incarnation.
 
-    A hub may release versions while a majority of its workers, or its standby, vouch for it; the standby
-    takes over with a majority as well. Each asks with a nonce, and a worker answers by returning it. A
-    vote for one is the word that the other gets none for so long: this keeps it.
-
-    A voter is one life of a process. Another life has another number, since it knows of no such words.
+    A root broker releases versions while a majority of its workers, or its standby, vote for it; the
+    standby takes over with a majority as well. Each asks with a nonce, which a vote returns. A vote for
+    one promises the other none for a time; a new incarnation has another number, since it knows no
+    promises.
     """
 
     voter: int
-    _term: int = 0  # of the newest hub
-    _for: str = ""  # who got the last vote
-    _until: float = -math.inf  # before that the other gets none
+    _term: int = 0  # of the newest root broker
+    _for: str = ""  # the recipient of the last vote
+    _until: float = -math.inf  # the other gets none before
 
     def goes_along(self, term: int) -> bool:
-        """A hub lets this worker in. False for one that was replaced by another where it has been."""
+        """A root broker welcomes this worker. False for one that was replaced by another."""
         self._term, before = max(self._term, term), self._term
         return term >= before
 
     def asked(self, notice: messages.Notice, token: bytes, now: float) -> Iterator[effects.Effect]:
-        """A hub or a standby asks for a vote."""
+        """A root broker or a standby asks for a vote."""
         if notice.nonce is None or not 0 < notice.seconds < math.inf:
             return
         if self._for not in ("", notice.what) and now < self._until:

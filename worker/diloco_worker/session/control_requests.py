@@ -1,6 +1,6 @@
-"""Control actions of this worker that wait for their answers. Pure.
+"""Control actions of this worker that wait for answers. Pure.
 
-They go out on any connection. One that may have been carried out is never sent a second time.
+They are sent on any connection. One that may have been executed is never sent again.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ HARMLESS = ("status", "manifest")
 
 
 class ControlRequests:
-    """See the head of this module."""
+    """The unanswered control actions."""
 
     def __init__(self) -> None:
         self._open: dict[int, messages.Control] = {}  # sent or to be sent, not answered
         self._sent: set[int] = set()  # on this connection
 
     def add(self, control: messages.Control) -> None:
-        """Take on an action; raises ValueError when its number is in use."""
+        """Add an action; raises ValueError when its number is in use."""
         if control.request in self._open:
             raise ValueError(f"request {control.request} is still unanswered")
         self._open[control.request] = control
 
     def withdraw(self, request: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Drop the request; its answer is ignored."""
         self._open.pop(request, None)
         self._sent.discard(request)
 
     def send(self) -> Iterator[effects.Effect]:
-        """Send what has not been sent on this connection."""
+        """Send the requests that are not sent on this connection."""
         for request, control in self._open.items():
             if request not in self._sent:
                 self._sent.add(request)
@@ -45,7 +45,7 @@ class ControlRequests:
             yield effects.Answered(result.request, result.ok, result.text, result.data)
 
     def failed(self, error: messages.Error) -> Iterator[effects.Effect]:
-        """An error that answers a control action names no request: it ends the oldest one."""
+        """An error that names no request ends the oldest one."""
         if error.about == "control" and self._sent:
             request = min(self._sent)
             self.withdraw(request)
@@ -55,7 +55,7 @@ class ControlRequests:
         for request in sorted(self._sent):
             if self._open[request].action not in HARMLESS:
                 del self._open[request]
-                text = "The connection broke before the answer; it may have been carried out."
+                text = "The connection broke before the answer; the action may have been executed."
                 yield effects.Answered(request, None, text)
         self._sent.clear()
 

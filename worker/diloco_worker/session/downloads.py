@@ -1,7 +1,7 @@
-"""Downloads: the versions that this worker waits for, assembles from chunks, and holds. Pure.
+"""Downloads: the versions that this worker requests, assembles from chunks, and holds. Pure.
 
-A download survives a broken connection: it goes on where it stopped. An observer has no session, and
-gives its credit with the first `pull` instead of a `credit` on bulk.
+A download survives a broken connection. An observer has no session, and gives its credit with the first
+`pull` instead of a `credit` on bulk.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from diloco_protocol.dtypes import in_few_bits
 from diloco_worker.session import effects
 from diloco_worker.session.connection import Connection, Lanes
 
-# Chunks that the broker may have under way to us. 4 to 16 reach the speed of a raw connection on a local
-# network; 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
+# Chunks in flight to us. 4 to 16 reach the speed of a raw connection on a local network; 1 Gb/s with a
+# round trip of 100 ms has 12 MiB in flight, 12 chunks of bf16.
 DOWNLOAD_WINDOW = 16
-# Credit goes back in batches: fewer messages, and the broker never runs dry.
+# Credit is returned in batches: fewer messages, and the broker never runs out.
 CREDIT_BATCH = 4
 
 
 @dataclass(frozen=True)
 class Held:
-    """A version that is here whole, with its ledger."""
+    """A complete version, with its ledger."""
 
     version: VersionId
     ledger: Ledger
-    is_left_behind: bool = False  # the run has gone on without it: it is offered to no broker
+    is_left_behind: bool = False  # of lost rounds: not named at joining
 
 
 @dataclass
@@ -36,27 +36,26 @@ class Download:
 
     fragment: int
     size: int  # chunks of the fragment
-    held: Held | None = None  # the newest that is here whole, merged or not
+    held: Held | None = None  # the newest complete version, merged or not
     wanted: bool = False  # a `pull` is outstanding, or will be after the next welcome
-    takes_any: bool = False  # deliver the next whole version even if it lacks the push in flight
-    after: int = -1  # counter above which a version is asked for
-    version: VersionId | None = None  # what is being assembled
-    arrived: Bitmap = field(init=False)  # its chunks that are here
+    takes_any: bool = False  # deliver the next complete version even if it lacks the push in flight
+    after: int = -1  # request a version with a counter above this
+    version: VersionId | None = None  # the one being assembled
+    arrived: Bitmap = field(init=False)  # its received chunks
     released: messages.Released | None = None  # the last; before, between or after the chunks
-    seen: VersionId | None = None  # the last version that was here whole
-    # Counter of the newest version that the broker is known to have; -1 = it has none, None = it has
-    # not said.
+    seen: VersionId | None = None  # the last complete version
+    # Counter of the broker's newest known version; -1 = it has none, None = unknown.
     theirs: int | None = None
-    takes_deltas: bool = False  # replies of the run are in few bits
-    is_doubted: bool = False  # what is held was seen to be another copy than the broker's
-    own: VersionId | None = None  # what the model itself may be, by the name that its values have
+    takes_deltas: bool = False  # replies of the run are quantized
+    is_doubted: bool = False  # the held copy differs from the broker's
+    own: VersionId | None = None  # the version that the model's own values would be
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.size)
 
     @property
     def is_due(self) -> bool:
-        """The version that is asked for is whole at the broker, and chunks of it are missing here."""
+        """Whether the requested version is complete at the broker and chunks of it are missing here."""
         released = self.released
         if not self.wanted or released is None or self.arrived.is_full:
             return False
@@ -76,35 +75,35 @@ class Download:
 
     @property
     def base(self) -> VersionId | None:
-        """What deltas may be from."""
+        """The version that differences may be from."""
         is_good = self.takes_deltas and not self.is_doubted
         return self.held.version if self.held is not None and is_good else None
 
     def spoilt(self) -> None:
-        """What is held is not what the broker has under its name: the next version comes whole."""
+        """The held version differs from the broker's of that name: the next one comes complete."""
         self.is_doubted = True
         self.version, self.arrived = None, Bitmap(self.size)
 
     def resume(self, theirs: VersionId | None, *, in_flight: bool) -> bool:
-        """After a welcome that told the broker's version: whether one is to be asked for."""
+        """After a welcome with the broker's version: whether to request one."""
         held = self.held
         if in_flight or held is None:
             self.wanted = True
         elif theirs is not None and theirs != held.version:
-            # A broker that is behind may be about to ask us for what we hold: keep it.
+            # A broker that is behind may be about to request our version: keep it.
             self.wanted |= theirs.counter >= held.version.counter
         self.theirs = -1 if theirs is None else theirs.counter
         if not self.wanted:
             return False
         if in_flight:
-            # Back, but older: what counts the push comes after the broker's own version.
+            # Back, but older: the version with the push comes after the broker's own.
             self.after = min(self.after, self.theirs)
         elif not self.takes_any:
             self.after = -1
         return True
 
     def want_next(self) -> None:
-        """A push begins: a version newer than the newest seen is wanted, by the broker's counting."""
+        """A push begins: request a version newer than the newest seen, by the broker's count."""
         newest = self.seen or (self.held.version if self.held else None)
         self.after = newest.counter if newest else -1
         if self.theirs is not None:
@@ -112,7 +111,7 @@ class Download:
         self.wanted = True
 
     def want_newest(self, after: int | None) -> None:
-        """The newest version is wanted, whatever it contains, or the next above `after`."""
+        """Request the newest version, whatever it contains, or the next above `after`."""
         self.takes_any = True
         if after is None:
             self.want_current()
@@ -121,29 +120,29 @@ class Download:
             self.wanted = True
 
     def want_current(self) -> None:
-        """The newest version is wanted, at once; it costs no chunk where it is the one held.
+        """Request the newest version at once; where it is the held one no chunk is sent.
 
-        A broker that went back has an older one, which is then the newest there is.
+        A broker that went back has an older one, which is its newest.
         """
         if self.held is not None and not (self.wanted and self.arrived):
             self.version = self.held.version
             self.arrived = Bitmap.full(self.size)
             self.released = None
-        self.after = -1  # else what has arrived of a newer version stays
+        self.after = -1
         self.wanted = True
 
     def want_own(self, own: VersionId) -> None:
-        """The run's version is wanted, at once; it costs no chunk where it is what the model is."""
-        if self.version in (None, self.own):  # else chunks of another one have come
+        """Request the run's version at once; where it is that of the model no chunk is sent."""
+        if self.version in (None, self.own):  # else chunks of another one arrived
             self.version, self.arrived = own, Bitmap.full(self.size)
         self.own = own
         self.wanted = True
 
     def begins(self, version: VersionId) -> bool:
-        """True when a chunk of this version is the first one: another version is forgotten.
+        """Whether this is the first chunk of a version; another version is discarded.
 
-        `released` stays: it comes on another connection, and may be ahead of the chunks of an older
-        version that are still under way.
+        `released` stays: it comes on another connection, and may be ahead of chunks of an older
+        version.
         """
         if self.version == version:
             return False
@@ -152,7 +151,7 @@ class Download:
         return True
 
     def is_here(self, version: VersionId) -> bool:
-        """Whether nothing of this version was assembled: it is held, or what the model was."""
+        """Whether nothing of this version was assembled: it is held, or the model's own."""
         return version == self.own or (self.held is not None and self.held.version == version)
 
     @property
@@ -161,7 +160,7 @@ class Download:
         return released is not None and released.version == self.version and self.arrived.is_full
 
     def finish(self) -> messages.Released:
-        """Take the whole version off the table and be ready for the next."""
+        """Take the complete version, and reset for the next."""
         released, self.released, self.version = self.released, None, None
         assert released is not None
         self.seen = released.version
@@ -172,20 +171,19 @@ class Download:
 
 
 class Downloads:
-    """See the head of this module."""
+    """The downloads of all fragments, and the credit for chunks."""
 
     def __init__(self, connection: Connection, *, observer: bool, lanes: Lanes) -> None:
         self._connection = connection
         self._lanes = lanes
-        # By fragment, the newest version that chunks have come of on this connection. On another lane
-        # chunks of an older one may be behind them.
+        # By fragment, the newest version received on this connection; another lane may be behind.
         self._newest: dict[int, VersionId] = {}
-        # The frozen one included; empty before the layout is known.
+        # Including the frozen one; empty before the layout is known.
         self.by_fragment: dict[int, Download] = {}
         self._observer = observer
         self._pull_at: dict[int, float] = {}
-        self._owed = 0  # credits not yet given back
-        self._at_broker = 0  # chunks the broker may still send on this connection
+        self._owed = 0  # credits not yet returned
+        self._at_broker = 0  # credits of the broker on this connection
 
     def set_layout(self, layout: ModelLayout) -> None:
         self.by_fragment = {
@@ -193,25 +191,25 @@ class Downloads:
         }
 
     def set_reply(self, dtype: str) -> None:
-        """What parameters of the run travel in on their way down."""
+        """Set the dtype of replies."""
         for download in self.by_fragment.values():
             download.takes_deltas = in_few_bits(dtype)
 
     def spoilt(self, fragment: int) -> Iterator[effects.Effect]:
-        """A difference from what is held has led to something else than the broker's version."""
+        """A difference from the held version did not lead to the broker's version."""
         download = self.by_fragment[fragment]
         if download.is_doubted:
-            return  # differences that were under way already; the whole was asked for
+            return  # differences that were already in flight
         download.spoilt()
         yield effects.Say(
-            f"Fragment {fragment} here is not what the broker has under that name; it is fetched whole.",
+            f"Fragment {fragment} differs from the broker's version of that name; fetching it complete.",
             trouble=True,
         )
         if self._connection.is_joined and download.wanted:
             yield self.pull(fragment)
 
     def of(self, fragment: int) -> Download:
-        """The download of a fragment; raises ValueError for one that there is not."""
+        """The download of a fragment; ValueError for one that does not exist."""
         if fragment not in self.by_fragment:
             raise ValueError(
                 f"fragment {fragment} does not exist (before a welcome there are none)"
@@ -220,12 +218,12 @@ class Downloads:
 
     @property
     def has_all(self) -> bool:
-        """Whether every fragment has been here whole; true before it is known which there are."""
+        """Whether every fragment was complete once; true before they are known."""
         return all(not each.size or each.held for each in self.by_fragment.values())
 
     @property
     def versions(self) -> tuple[VersionId | None, ...]:
-        """What is held of each fragment, for joining; empty unless all of them have been here."""
+        """The held versions, for joining; empty unless all fragments were complete once."""
         held = [each.held for each in self.by_fragment.values()]
         if not (any(held) and self.has_all):
             return ()
@@ -233,16 +231,16 @@ class Downloads:
 
     @property
     def times(self) -> list[float]:
-        """When `tick` has something to do."""
+        """The deadlines of `tick`."""
         return list(self._pull_at.values())
 
     def is_part_of_another_run(self, run: str | None) -> bool:
-        """Whether only a part of the fragments has been here, and that was of another run."""
+        """Whether only some fragments were complete, and they were of another run."""
         held = (each.held for each in self.by_fragment.values())
         return not self.has_all and any(each and each.version.run != run for each in held)
 
     def left_behind(self, fragment: int, theirs: VersionId | None) -> Iterator[effects.Effect]:
-        """The run goes on from this version: one that is not behind it is of rounds that are lost."""
+        """The run goes on from this version: a held one that is not older belongs to lost rounds."""
         download = self.by_fragment[fragment]
         held = download.held
         if held is None or theirs is None or held.version == theirs:
@@ -253,18 +251,18 @@ class Downloads:
             which = f" of fragment {fragment}" if has_fragments else ""
             yield effects.Say(
                 f"This worker holds version {held.version}{which}, and the broker goes on from "
-                f"{theirs}: it came back from an older copy, and the rounds that only this worker has "
-                "are lost. The worker takes the broker's parameters; a push in flight is offered again.",
+                f"{theirs}: it restarted from an older copy, so later rounds are lost. Taking the "
+                "broker's parameters; a push in flight is offered again.",
                 trouble=True,
             )
 
     @property
     def waits_for_chunks(self) -> bool:
-        """Whether chunks must come that the broker has told of."""
+        """Whether chunks that the broker announced are missing."""
         return any(download.is_due for download in self.by_fragment.values())
 
     def open_window(self, token: bytes) -> Iterator[effects.Effect]:
-        """The first credit, which binds the bulk connection, or each lane once it is known what for."""
+        """Send the first credit, which binds the bulk connection, or each lane once shares are known."""
         if not self._lanes.are_known:
             return
         self._at_broker = DOWNLOAD_WINDOW
@@ -284,23 +282,20 @@ class Downloads:
         return effects.Send(self.by_fragment[fragment].pull(session, credit))
 
     def chunk(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
-        """Received a chunk: its credit goes back, and it is stored if its version is wanted."""
+        """Received a chunk: return its credit, and store it if its version is requested."""
         self._at_broker -= 1
         self._owed += 1
         if self._owed >= CREDIT_BATCH:
             self._at_broker += self._owed
             yield effects.Send(messages.Credit(self._owed, self._connection.live_token))
             self._owed = 0
-        yield from self._take(chunk, is_here=True)
+        yield from self.take(chunk, is_here=True)
 
-    def arrived_elsewhere(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
-        """Another process of this worker has a chunk, and gives the credit for it itself."""
-        yield from self._take(chunk, is_here=False)
-
-    def _take(self, chunk: messages.Chunk, *, is_here: bool) -> Iterator[effects.Effect]:
+    def take(self, chunk: messages.Chunk, *, is_here: bool) -> Iterator[effects.Effect]:
+        """Take in a received chunk; not `is_here`: another process of this worker has it."""
         download, version = self.by_fragment.get(chunk.fragment), chunk.version
         if download is not None and chunk.delta_of not in (None, download.base):
-            return  # of a pull that was given up: what it is a difference from is not held any more
+            return  # of an abandoned pull: its base is not held any more
         if download is None or version is None or not 0 <= chunk.index < download.size:
             yield effects.Say(
                 f"The broker sent chunk {chunk.index}, which does not exist.", trouble=True
@@ -325,29 +320,29 @@ class Downloads:
                     yield effects.StoreChunk(chunk.fragment, chunk.index, parts, checksum)
 
     def _is_newest(self, fragment: int, version: VersionId) -> bool:
-        """False for a version that another lane has left behind: on a connection they only rise."""
+        """False for a version that another lane has passed: on a connection they only rise."""
         newest = self._newest.setdefault(fragment, version)
         if version.counter > newest.counter:
             newest = self._newest[fragment] = version
         return version == newest
 
     def released(self, released: messages.Released) -> None:
-        """A version is whole at the broker."""
+        """A version is complete at the broker."""
         download = self.by_fragment.get(released.fragment)
         if download is None or not download.wanted:
             return
         download.released = released
         held = download.held
         if held is not None and held.version == released.version:
-            # Its chunks are here already; the broker sends none, and none of another version.
+            # Its chunks are here already; the broker sends none.
             download.version = released.version
             download.arrived = Bitmap.full(download.size)
         elif download.version == download.own != released.version:
-            download.version = None  # the model is another one: chunks will come
+            download.version = None  # the model is another one: chunks follow
             download.arrived = Bitmap(download.size)
 
     def again(self, at: float) -> None:
-        """A pull was refused: send what is wanted again at this time."""
+        """A pull was refused: repeat the requests at this time."""
         for fragment, download in self.by_fragment.items():
             if download.wanted:
                 self._pull_at[fragment] = at
@@ -359,7 +354,7 @@ class Downloads:
                 yield self.pull(fragment)
 
     def disconnected(self) -> None:
-        """All credit is void; what has arrived stays."""
+        """All credit is void; received chunks stay."""
         self._pull_at.clear()
         self._newest.clear()
         self._owed = self._at_broker = 0

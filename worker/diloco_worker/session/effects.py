@@ -1,7 +1,4 @@
-"""What a session wants done: frozen records, which the I/O thread carries out in order.
-
-First those about its sockets, then about parameters, then notices to the training thread.
-"""
+"""What a session wants done: frozen records, which the I/O thread executes in order."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from diloco_protocol.messages import Grant, Lane, Message, Notice, Released, Wel
 
 
 class Effect:
-    """Something is to be done."""
+    """Something to do."""
 
 
 @dataclass(frozen=True)
 class Open(Effect):
-    """Open two new connections, to this one of the addresses that were given."""
+    """Open two new connections, to this one of the addresses."""
 
     place: int = 0
 
 
 @dataclass(frozen=True)
 class Close(Effect):
-    """Close both connections; what was queued on them is void."""
+    """Close both connections and discard their queues."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Send(Effect):
 
 @dataclass(frozen=True)
 class SendChunk(Effect):
-    """Send one chunk of a push on a lane, of which 0 is bulk; the shell has its bytes."""
+    """Send one chunk of a push on a lane (0 is bulk); the shell has its bytes."""
 
     session: bytes
     push_id: int
@@ -50,14 +47,14 @@ class SendChunk(Effect):
 
 @dataclass(frozen=True)
 class OpenLanes(Effect):
-    """The other processes of this worker open connections for chunks, each with its first word."""
+    """The other processes of this worker open data connections, each with its first message."""
 
     bindings: tuple[Lane, ...]  # from lane 1 on
 
 
 @dataclass(frozen=True)
 class Beat(Effect):
-    """Send a heartbeat; the shell fills in how training stands."""
+    """Send a heartbeat; the shell fills in the state of training."""
 
     session: bytes
     uploading: bool
@@ -65,7 +62,7 @@ class Beat(Effect):
 
 @dataclass(frozen=True)
 class BeginVersion(Effect):
-    """Chunks of this version begin to arrive: forget what was assembled of another one."""
+    """Chunks of this version begin to arrive: discard an unfinished one."""
 
     fragment: int
     version: VersionId
@@ -73,11 +70,10 @@ class BeginVersion(Effect):
 
 @dataclass(frozen=True)
 class StoreChunk(Effect):
-    """Decode the chunk at hand into the version that is being assembled.
+    """Decode the received chunk into the version that is being assembled.
 
-    Where it has `parts` it is what the chunk has more than that of the version held: codes of these
-    lengths, whose sum must come to this checksum. The shell answers whether it does: `Followed` or
-    `Spoilt`.
+    With `parts` it is a difference from the held version: codes of these lengths, whose sum must have
+    this checksum. The shell answers with `Followed` or `Spoilt`.
     """
 
     fragment: int
@@ -88,19 +84,19 @@ class StoreChunk(Effect):
 
 @dataclass(frozen=True)
 class Deliver(Effect):
-    """A version is whole: hand it to the training side, and keep it, since the broker may ask for it."""
+    """A version is complete: hand it to training, and keep it, since the broker may ask for it."""
 
     released: Released  # the version, its ledger and round
-    counted: int | None  # the push in flight that it contains whole, if any
-    unchanged: bool = False  # it is the version held already; nothing was assembled
-    # A previous incarnation of this worker has sent what is in the model, and it is in this version. A
-    # push that was in flight is over without being counted.
+    counted: int | None  # the push in flight that it contains completely, if any
+    unchanged: bool = False  # it is the held version; nothing was assembled
+    # It contains steps that are in the model, from a previous incarnation of this worker. A push in
+    # flight ends without being counted.
     superseding: bool = False
 
 
 @dataclass(frozen=True)
 class DropParts(Effect):
-    """What has been delivered of a first version is of another run than the rest would be."""
+    """The delivered part of a first version is of another run than the rest."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,8 @@ class ForgetCheckpoint(Effect):
 
 @dataclass(frozen=True)
 class PrepareDonation(Effect):
-    """Lay out the parameters of a fragment, fp32, as the chunks of this push.
-
-    The shell answers with `Prepared`, which may take as long as copying a large model.
+    """Lay out a fragment's fp32 parameters as the chunks of this push; `Prepared` follows, maybe much
+    later.
     """
 
     push_id: int
@@ -123,10 +118,7 @@ class PrepareDonation(Effect):
 
 @dataclass(frozen=True)
 class NameFrozen(Effect):
-    """Work out what a version of the model's own frozen parameters is called.
-
-    The shell answers with `FrozenNamed`, which may take as long as reading a large model.
-    """
+    """Compute the tag of the model's own frozen parameters; `FrozenNamed` follows, maybe much later."""
 
     fragment: int
 
@@ -141,7 +133,7 @@ class Joined(Effect):
 
 @dataclass(frozen=True)
 class JoinRefused(Effect):
-    """The broker refuses this worker. `final` before the first welcome; later it is tried again."""
+    """The broker refuses this worker. `final` before the first welcome; later it is retried."""
 
     code: str
     text: str
@@ -150,17 +142,16 @@ class JoinRefused(Effect):
 
 @dataclass(frozen=True)
 class Told(Effect):
-    """The broker says how a pseudo-gradient stands, or something that the training thread must know."""
+    """A message of the broker that training must know."""
 
     message: Grant | Notice
 
 
 @dataclass(frozen=True)
 class PushOver(Effect):
-    """Forget the chunks of this push. `code` and `text` say why it was rejected, if it was.
+    """Discard the chunks of this push. `code` and `text` say why it was rejected, if it was.
 
-    `counted` are the chunks of a rejected push that may count all the same; None where the broker does
-    not say.
+    `counted`: chunks of a rejected push that may count nevertheless; None where unknown.
     """
 
     push_id: int
@@ -171,7 +162,7 @@ class PushOver(Effect):
 
 @dataclass(frozen=True)
 class Answered(Effect):
-    """The result of a control action; `ok` None means that the connection broke before it came."""
+    """The result of a control action; `ok` None: the connection broke before it arrived."""
 
     request: int
     ok: bool | None
@@ -181,7 +172,7 @@ class Answered(Effect):
 
 @dataclass(frozen=True)
 class Say(Effect):
-    """A sentence for the log; `trouble` when it belongs into `last_error`."""
+    """A sentence for the log; `trouble`: also for `last_error`."""
 
     text: str
     trouble: bool = False

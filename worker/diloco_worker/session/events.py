@@ -1,7 +1,4 @@
-"""What can happen to a worker's session: frozen records in the words of docs/specification.md.
-
-The I/O thread makes them of what its sockets and the training thread tell it.
-"""
+"""What can happen to a worker's session: frozen records in the terms of docs/specification.md."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Start(Event):
-    """Begin: open the connections. There may be several addresses to try."""
+    """Open the connections. There may be several addresses to try."""
 
     places: int = 1
 
@@ -35,33 +32,33 @@ class Connected(Event):
 
 @dataclass(frozen=True)
 class Disconnected(Event):
-    """One of the two connections broke; the other is worth nothing now."""
+    """One of the two connections broke, which voids the other."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Unreached(Event):
-    """An attempt to connect has failed. The shell goes on trying at the same address by itself."""
+    """An attempt to connect failed. The shell retries the same address by itself."""
 
 
 @dataclass(frozen=True)
 class LockedOut(Event):
-    """The broker has no connection with this worker's key, or with a worker that has none."""
+    """The broker rejected this worker's key, or its lack of one."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Received(Event):
-    """A message from the broker. Of a chunk, the shell keeps the buffer (already of the right size)."""
+    """A message from the broker. The shell keeps the buffer of a chunk, which has the right size."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class ArrivedElsewhere(Event):
-    """Another process of this worker has a chunk of a version, which it keeps."""
+    """Another process of this worker received a chunk of a version, and keeps it."""
 
     chunk: Chunk
 
@@ -76,9 +73,9 @@ class Tick(Event):
 
 @dataclass(frozen=True)
 class Offer(Event):
-    """A frozen pseudo-gradient is to be pushed, and the version that contains it is wanted.
+    """Push a frozen pseudo-gradient, and request the version that contains it.
 
-    `push.session` is filled in by the session. An unfinished push of the fragment is abandoned.
+    The session fills in `push.session`. An unfinished push of the fragment is abandoned.
     """
 
     push: Push
@@ -86,10 +83,7 @@ class Offer(Event):
 
 @dataclass(frozen=True)
 class RequestVersion(Event):
-    """The newest version of a fragment is wanted, whatever it contains.
-
-    With `after` set only one whose counter is above it; the answer may then take a round.
-    """
+    """Request the newest version of a fragment, or with `after` one whose counter is above it."""
 
     fragment: int
     after: int | None = None
@@ -97,22 +91,22 @@ class RequestVersion(Event):
 
 @dataclass(frozen=True)
 class Observe(Event):
-    """An observer has learnt the model and the configuration, and can pull."""
+    """An observer knows the model and the configuration, and can pull."""
 
     terms: Terms
 
 
 @dataclass(frozen=True)
 class Resume(Event):
-    """Go on from a checkpoint; before the first welcome.
+    """Resume from a checkpoint; before the first welcome.
 
     Its versions are compared with the broker's: each fragment is delivered once, `unchanged` where the
-    broker's is the same or older. Or all of it is forgotten (`ForgetCheckpoint`), and it joins as a new
-    worker.
+    broker's is the same or older. Or all of it is discarded (`ForgetCheckpoint`), and the worker joins
+    as a new one.
     """
 
-    terms: Terms  # how the run was trained and the model cut
-    held: Mapping[int, Held]  # by fragment; of each that has chunks, the frozen one included
+    terms: Terms
+    held: Mapping[int, Held]  # by fragment with chunks, including the frozen one
 
 
 @dataclass(frozen=True)
@@ -124,40 +118,37 @@ class ShareOut(Event):
 
 @dataclass(frozen=True)
 class Prepared(Event):
-    """The chunks of a donation are laid out and can be sent."""
+    """The chunks of a seeding push are laid out."""
 
     push_id: int
 
 
 @dataclass(frozen=True)
 class Followed(Event):
-    """A chunk that came as a difference comes to what it must."""
+    """A chunk that came as a difference has the right checksum."""
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class Spoilt(Event):
-    """A chunk that came as a difference does not come to what it must: the copy held here is another."""
+    """A chunk that came as a difference has the wrong checksum: the held copy differs."""
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class FrozenNamed(Event):
-    """The tag that a version of the model's own frozen parameters has; see `NameFrozen`.
-
-    None where it cannot be worked out: then they are fetched as by who has none.
-    """
+    """The tag of the model's own frozen parameters; None where it is unknown, so they are fetched."""
 
     tag: int | None
 
 
 @dataclass(frozen=True)
 class VerifyPushes(Event):
-    """A previous incarnation of this worker may have sent what is in the model of this fragment.
+    """A previous incarnation may have pushed what is in the model of this fragment.
 
-    `known` are the pushes of this worker that have been taken into account; see `previous_life`.
+    `known`: the pushes of this worker that were taken into account; see `previous_life`.
     """
 
     fragment: int
@@ -166,21 +157,21 @@ class VerifyPushes(Event):
 
 @dataclass(frozen=True)
 class Ask(Event):
-    """Send a control action; the result comes back as `Answered`."""
+    """Send a control action; the result is an `Answered`."""
 
     control: Control
 
 
 @dataclass(frozen=True)
 class Withdraw(Event):
-    """Nobody waits for this answer any more; do not send the action if it has not been."""
+    """Ignore the answer; do not send the action if it is not sent yet."""
 
     request: int
 
 
 @dataclass(frozen=True)
 class TakeUnits(Event):
-    """Units of a data set are wanted; the fields are those of `Take`, the answer is an `Answered`."""
+    """Request units of a data set; the fields are those of `Take`, the answer is an `Answered`."""
 
     request: int
     name: str
@@ -192,7 +183,7 @@ class TakeUnits(Event):
 
 @dataclass(frozen=True)
 class UnitsTrained(Event):
-    """The optimizer step that was just taken has trained on these units of a data set."""
+    """The last optimizer step trained on these units of a data set."""
 
     name: str
     begun: tuple[int, ...]  # tickets; those that also ended included
@@ -211,6 +202,6 @@ class BeatNow(Event):
 
 @dataclass(frozen=True)
 class Depart(Event):
-    """Tell the broker that this worker leaves. The end of the session."""
+    """Leave the run, and end the session."""
 
     reason: str = ""

@@ -1,4 +1,4 @@
-"""What the training thread sees: what has arrived, the state of the link, the work of the script."""
+"""What the training thread receives: arrivals, the state of the link, the work of the script."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from diloco_protocol import Bitmap, RunConfig, VersionId
 from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.session.connection import Phase
 
-# What moves the cursor in the sequence of rounds: `Notice` that a push is carried into a later round;
-# `Released` stands for a version that is here, whole.
+# Messages that move the cursor in the sequence of rounds: `Notice` of a deferred push, `Released` of a
+# complete version.
 Turning = Welcome | Grant | Notice | Released
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A whole version."""
+    """A complete version."""
 
     released: Released  # its name, ledger and round
-    counted: frozenset[int]  # push ids of this worker in flight until now that it contains whole
-    values: Any  # as the shell keeps them, which only the shell looks at; None: no copy is kept
-    staleness: int | None = None  # between the counted push's base and here, if the broker has told
-    # Why these values take the place of the steps in the model, and of the push in flight.
+    counted: frozenset[int]  # pushes of this worker in flight until now that it contains completely
+    values: Any  # of the shell; None: no copy is kept
+    staleness: int | None = None  # versions from the counted push's base to here, if known
+    # Why these values replace the steps in the model, and the push in flight.
     superseding: str | None = None
 
     @property
@@ -31,7 +31,7 @@ class Arrival:
         return self.released.version
 
     def after(self, earlier: Arrival | None) -> Arrival:
-        """This version where `earlier` has not been looked at yet: it contains what that did."""
+        """This version where `earlier` was not handled yet: it contains that, too."""
         if earlier is None:
             return self
         values = self.values
@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a push was dropped, and which of its chunks may be in a version all the same."""
+    """Why a push was dropped, and which of its chunks may be in a version nevertheless."""
 
     code: str
     text: str
@@ -58,10 +58,9 @@ class Rejection:
 
 @dataclass(frozen=True)
 class News:
-    """All that has arrived since the last poll."""
+    """All that arrived since the last poll."""
 
-    # What concerns rounds and whose turn it is, in the order in which it came: a welcome may be from a
-    # broker that has gone back behind the versions here before it.
+    # Messages about rounds, in order: a welcome may be from a broker older than versions before it.
     turns: tuple[Turning, ...] = ()
     arrivals: Mapping[int, Arrival] = field(default_factory=dict)  # whole versions, by fragment
     rejections: Mapping[int, Rejection] = field(default_factory=dict)  # dropped pushes, by push id
@@ -72,33 +71,30 @@ class News:
 
 @dataclass(frozen=True)
 class LinkState:
-    """How things stand with the broker, at one moment.
-
-    Two are equal if waiting goes on with both alike.
-    """
+    """The state of the link at one moment. Two are equal if waiting goes on in the same way."""
 
     config: RunConfig = field(compare=False)
-    # H that the broker has worked out for this worker (Dynamic Local Updates).
+    # The broker's H for this worker (Dynamic Local Updates).
     sync_every: int | None = field(default=None, compare=False)
     phase: Phase = Phase.JOINED
     reconnections: int = 0  # welcomes after the first
-    uploaded: frozenset[int] = frozenset()  # pushes in flight whose chunks are all in at the broker
-    put_off: frozenset[int] = frozenset()  # pushes in flight that the broker takes nothing of yet
-    has_ended: bool = False  # nothing comes or goes any more
-    over: str | None = None  # why the run has ended, or has for this worker
-    is_restarting: bool = False  # the broker has gone away to come back
-    asked_to_stop: str | None = None  # why the process is about to end: nothing is waited for
+    uploaded: frozenset[int] = frozenset()  # pushes in flight of which the broker has all chunks
+    put_off: frozenset[int] = frozenset()  # pushes in flight of which it accepts no chunk yet
+    has_ended: bool = False  # the I/O thread is gone
+    over: str | None = None  # why the run is over for this worker
+    is_restarting: bool = False  # the broker announced a restart
+    asked_to_stop: str | None = None  # why the process is about to end, so that nothing is awaited
     refusal: str | None = field(default=None, compare=False)  # why the broker refuses this worker
-    # Seconds since the broker last said anything; None when it never has.
+    # Seconds since the last message of the broker; None before the first.
     silence: float | None = field(default=None, compare=False)
     address: str = field(default="", compare=False)  # of the broker
     last_error: str | None = field(default=None, compare=False)
-    description: str = field(default="", compare=False)  # of what the link is at, ends a sentence
+    description: str = field(default="", compare=False)  # ends a sentence
 
 
 @dataclass(frozen=True)
 class Work:
-    """What was done, and the latest loss: by a script up to now, or for one delta."""
+    """Reported work and the latest loss: of a script so far, or of one delta."""
 
     steps: int = 0
     tokens: int = 0
@@ -106,14 +102,14 @@ class Work:
     loss: float | None = None
 
     def since(self, before: Work) -> Work:
-        """What of it was not done `before`."""
+        """The work that was not done `before`."""
         steps, tokens = self.steps - before.steps, self.tokens - before.tokens
         return Work(steps, tokens, self.samples - before.samples, self.loss)
 
 
 @dataclass(frozen=True)
 class Poll:
-    """What has arrived since the last poll, and how things stand."""
+    """The arrivals since the last poll, and the state of the link."""
 
     news: News
     link: LinkState

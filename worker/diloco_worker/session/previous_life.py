@@ -1,17 +1,17 @@
-"""What a previous incarnation of this worker may have sent, and how this one finds out. Pure.
+"""What a previous incarnation of this worker may have pushed, and how this one finds out. Pure.
 
-A worker that goes on from a checkpoint of its script has steps in its model that its previous
-incarnation may have pushed after that checkpoint was written. This one does not know the id of such a
-push: it is an *unknown push*. Where a ledger names one, those steps are in that version, and must not be
-sent again.
+A worker that resumes from a checkpoint of its script has steps in its model that its previous
+incarnation may have pushed after the checkpoint was written. This one does not know the id of such a
+push: it is an *unknown push*. Where a ledger names one, those steps are in that version, and must not
+be sent again.
 
-Looking once, at joining, is not enough: an unknown push may be complete at the broker and wait for its
-round. So a fragment is *unverified* until a push of this incarnation is in a version of it:
+One look at joining is not enough: an unknown push may be complete at the broker and wait for its round.
+So a fragment is *unverified* until a push of this incarnation is in a version of it:
 
-- On each connection a push of it is offered only when the broker's current version is here, and the next
-  one has been asked for. From then on `released` comes before any grant that follows from it.
-- A `released` that names an unknown push ends the push under way before a chunk of it is sent; the
-  version is delivered as one that takes the place of what is in the model.
+- On each connection a push of it is offered only after the broker's current version has arrived and the
+  next one was requested. From then on `released` comes before any grant that follows from it.
+- A `released` that names an unknown push ends the push in flight before a chunk of it is sent; the
+  version is delivered as one that replaces the model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from diloco_worker.session.uploads import Uploads
 SENT_BEFORE = "already pushed before this worker restarted"
 FORGOTTEN = (
     "The worker's checkpoint of run {run} cannot be used here: {why}. Training begins with the broker's "
-    "parameters, as for a new worker."
+    "parameters, as in a new worker."
 )
 
 
 def names_unknown_push(ledger: Ledger, worker_id: str, known: Collection[int]) -> bool:
-    """Whether a version contains any of a push of this worker that is not among those known."""
+    """Whether a version contains any of a push of this worker that is not known."""
     return any(counted.push_id not in known for counted in ledger.pushes.get(worker_id, ()))
 
 
 class PreviousLife:
-    """See the head of this module."""
+    """The unverified fragments, and the pushes that are held back for them."""
 
     def __init__(self, held: Iterable[int] = ()) -> None:
         # Fragments of a checkpoint, until the broker's version is known.
@@ -52,7 +52,7 @@ class PreviousLife:
     def keep(
         self, downloads: Downloads, part: FragmentLayout, theirs: VersionId | None
     ) -> Iterator[effects.Effect]:
-        """At a welcome: deliver what is held and needs no answer of the broker.
+        """At a welcome, deliver a held version that needs no answer of the broker.
 
         The broker is behind, and may be about to ask for it; or these are frozen parameters, which
         never change.
@@ -70,7 +70,7 @@ class PreviousLife:
             yield effects.Deliver(released, None, unchanged=True)
 
     def delivers(self, fragment: int) -> bool:
-        """A version of this fragment is delivered; returns whether it supersedes what is here."""
+        """A version of this fragment is delivered; returns whether it supersedes the model."""
         self._uncompared.discard(fragment)
         superseding = fragment in self._superseded
         self._superseded.discard(fragment)
@@ -85,7 +85,7 @@ class PreviousLife:
         return True
 
     def let_go(self, fragment: int, uploads: Uploads) -> Iterator[effects.Effect]:
-        """The broker's current version is here, and the next one asked for: offer what was held back."""
+        """The broker's current version is here, and the next one requested: offer the held push."""
         upload = uploads.gradient(fragment)
         if upload is not None and upload.push.push_id in self._held_back:
             self._held_back.discard(upload.push.push_id)
@@ -94,7 +94,7 @@ class PreviousLife:
     def look(
         self, worker_id: str, released: Released, downloads: Downloads, uploads: Uploads
     ) -> Iterator[effects.Effect]:
-        """The broker tells of a version: end what is under way if an unknown push is in it."""
+        """The broker announced a version: end the push in flight if it contains an unknown push."""
         fragment, ledger = released.fragment, released.ledger
         known = self.unverified.get(fragment)
         if known is None or not downloads.of(fragment).wanted:

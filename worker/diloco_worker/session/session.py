@@ -1,20 +1,18 @@
-"""A worker's side of the protocol: `handle(event, now)` returns the effects to carry out.
+"""A worker's side of the protocol: `handle(event, now)` returns the effects to execute.
 
 No socket, tensor, clock, thread or file in here: time is an argument, random numbers are handed in.
-`connection` says when it joins and when it comes back. The rules that everything else follows from:
+`connection` decides when it joins and reconnects. The rules behind everything else:
 
 - A push and its chunks never change. A new connection voids all credit; the push is offered again with
   the same push id and base, and the broker's grant says what it still lacks.
 - A push is over when a complete version is here whose ledger names it as complete, or when the broker
   ends it with an error. A complete version that does not name it is discarded and the next requested.
-- What has been delivered is held: the worker names it when it comes back, and uploads it when the broker
+- A delivered version is held: the worker names it when it reconnects, and uploads it when the broker
   asks, even before training has merged it.
-- A download goes on where it stopped. Chunks of another version restart it. Each received chunk gives
-  one credit back, even if it is dropped.
-- A worker that goes on from a checkpoint joins as one that outlived its broker; `previous_life` has the
-  rest.
-- An illegal command raises before anything has changed. Nothing that the broker sends raises: what does
-  not fit is dropped and logged.
+- A download resumes where it stopped. Chunks of another version restart it. Each received chunk returns
+  one credit, even if it is dropped.
+- An illegal command raises before anything has changed. Nothing from the broker raises: a message that
+  does not fit is dropped and logged.
 """
 
 from __future__ import annotations
@@ -46,11 +44,13 @@ from diloco_worker.session.uploads import Uploads
 
 
 class Session:
-    """See the head of this module. `draw` returns a random number below 2**64 (ids of donations).
+    """The conversation of a worker, or of an observer (without `join`), with its broker.
 
-    `heartbeat_interval`: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
-    `is_group`: the worker is a group of processes, maybe of one; its chunks wait for `ShareOut`.
-    `has_frozen`: the worker's frozen parameters may be the run's already; then they are not fetched.
+    Args:
+        draw: returns a random number below 2**64.
+        heartbeat_interval: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
+        is_group: the worker is a group of processes, maybe of one; its chunks wait for `ShareOut`.
+        has_frozen: the model's frozen parameters may be the run's already, and are not fetched then.
     """
 
     def __init__(
@@ -62,30 +62,29 @@ class Session:
         is_group: bool = False,
         has_frozen: bool = False,
     ) -> None:
-        # where its chunks come and go
         processes = 1 if join is None else join.processes
         self.lanes = Lanes(processes, is_group or processes > 1)
-        self.votes = Votes(draw())  # for a hub or its standby
-        # How it asks to take part; None for an observer, which only asks and pulls
+        self.votes = Votes(draw())
+        # None for an observer
         self.join = None if join is None else replace(join, voter=self.votes.voter)
         self.worker_id = "" if join is None else join.worker_id
         self.manifest = None if join is None else join.manifest
         self.connection = Connection(heartbeat_interval)
-        self.terms: Terms | None = None  # how the run is trained and the model is cut
+        self.terms: Terms | None = None
         self.run: str | None = None
         self.uploads = Uploads(self.connection, self.lanes)
         self.downloads = Downloads(self.connection, observer=join is None, lanes=self.lanes)
         self.requests = ControlRequests()
-        self.units = Units(self.connection)  # of data sets, that it stands for
-        self.previous_life = PreviousLife()  # what it may have left behind
-        # Fragments that are to be donated once it is known which process has what.
+        self.units = Units(self.connection)
+        self.previous_life = PreviousLife()
+        # Fragments to seed once the chunks are shared out.
         self._asked_for: list[int] = []
-        self._over: messages.Notice | None = None  # the run is, and training is not told yet
+        self._over: messages.Notice | None = None  # the run is over, and training not notified yet
         self._draw = draw
         self._asked_interval = heartbeat_interval
         self._has_frozen = has_frozen
-        self._frozen_tag: int | None = None  # that the worker's own have; None until it is known
-        self._is_naming = False  # whether it is being worked out, which may outlast a connection
+        self._frozen_tag: int | None = None  # of the model's own; None until it is known
+        self._is_naming = False  # it is being computed, which may outlast a connection
 
     @property
     def phase(self) -> Phase:
@@ -105,9 +104,8 @@ class Session:
         return min(times, default=None)
 
     def handle(self, event: events.Event, now: float) -> list[Effect]:
-        """Take in one event. Returns the effects to carry out, in order.
-
-        Raises ValueError for a command that cannot be meant; nothing has changed.
+        """Handle one event; returns the effects in order. ValueError for an invalid command, which
+        changes nothing.
         """
         if self.phase is Phase.LEFT:
             return []
@@ -197,20 +195,20 @@ class Session:
         assert self.join is not None
         self.connection.joins(now)
         if not self.downloads.has_all:
-            # The connection broke during the first pull. A part of a model is of no use to
-            # anyone, and a worker that has never had a whole one belongs to no run.
+            # The connection broke during the first pull. A part of a model is useless, and a worker
+            # without a complete one belongs to no run.
             self.run = None
         token, versions = self.connection.token, self.downloads.versions
         join = replace(self.join, run=self.run, session=token, versions=versions)
         return effects.Send(in_a_header(join))
 
     def _turned_away(self, now: float) -> Iterator[Effect]:
-        """Try the next of the addresses."""
+        """Try the next address."""
         yield from self.connection.turns(now)
         yield from self._void()
 
     def _locked_out(self, reason: str, now: float) -> Iterator[Effect]:
-        """A worker that was never in is refused for good. Another comes back: keys may, too."""
+        """Final for a worker that never joined; another retries, since its key may be restored."""
         if self.connection.places.lock() and self.connection.token is None:
             yield effects.Close()
             yield from self.connection.is_refused(Code.NOT_ALLOWED, reason, now)
@@ -224,13 +222,13 @@ class Session:
             yield from self._void()
 
     def _void(self) -> Iterator[Effect]:
-        """What was in flight on this connection is void."""
+        """Void the transfers of this connection."""
         self.downloads.disconnected()
         self._asked_for.clear()
         self.units.disconnected()
         yield from self.uploads.disconnected()
         yield from self.requests.disconnected()
-        if self._over is not None:  # the broker may be gone, with the answer to what is in flight
+        if self._over is not None:  # the broker may be gone for good
             yield self._end(self._over)
 
     def _tick(self, now: float) -> Iterator[Effect]:
@@ -282,7 +280,7 @@ class Session:
                 self.connection.bulk.moved(now)
                 if self.connection.is_joined:
                     yield from self.downloads.chunk(message)
-                    if message.delta_of is None:  # else once it is known what it comes to
+                    if message.delta_of is None:  # else with `Followed`
                         yield from self._stored(message.fragment)
             case messages.Result():
                 yield from self.requests.answered(message)
@@ -302,7 +300,7 @@ class Session:
             misfit = changed(self.terms, welcome.config, welcome.plan)
             if misfit is not None:
                 yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
-                if welcome.run is None:  # it may want what this worker has said that it holds
+                if welcome.run is None:  # it may request the versions that this worker named
                     yield effects.Send(messages.Leave(welcome.session, "to join anew"))
                     yield self._join(now)
                     return
@@ -332,7 +330,7 @@ class Session:
             yield effects.Say(text, trouble=True)
         yield effects.Joined(welcome, again)
         yield from self.downloads.open_window(welcome.session)
-        yield from self.units.welcomed()  # pushes name data sets, which this broker may not know
+        yield from self.units.welcomed()  # before pushes, which name data sets
         for upload in self.uploads:  # the oldest first
             if upload.is_gradient and not self.previous_life.holds_back(upload.push):
                 yield from self.uploads.offer(upload.push.push_id)
@@ -340,7 +338,7 @@ class Session:
         yield from self._send_requests()
 
     def _go_on_pulling(self, welcome: messages.Welcome, layout: ModelLayout) -> Iterator[Effect]:
-        """After a welcome: ask for the versions that are still wanted, or new."""
+        """After a welcome, request the versions that are still wanted, or new."""
         brokers = dict(enumerate(welcome.versions))
         for part in layout.all:
             fragment = part.fragment
@@ -348,7 +346,7 @@ class Session:
             yield from self.previous_life.keep(self.downloads, part, theirs)
             if welcome.run is not None:
                 yield from self.downloads.left_behind(fragment, theirs)
-            # Frozen parameters never change, so they come once.
+            # Frozen parameters never change, so they are fetched once.
             here = part is layout.frozen and download.held is not None
             if not part.chunks or here:
                 continue
@@ -366,7 +364,7 @@ class Session:
                 yield self.downloads.pull(fragment)
 
     def _pull_frozen(self) -> Iterator[Effect]:
-        """Ask for the frozen parameters as who has them, once it is known what the run calls ours."""
+        """Request the frozen parameters as held, once run and tag are known."""
         if self._frozen_tag is None or self.run is None or self.layout is None:
             return
         download = self.downloads.by_fragment[self.layout.frozen.fragment]
@@ -375,7 +373,7 @@ class Session:
             yield from self._pull(download.fragment)
 
     def _fetch_frozen(self) -> Iterator[Effect]:
-        """Nobody knows what the frozen parameters here are called: take the run's, as who has none."""
+        """The tag of the model's own frozen parameters is unknown: fetch the run's."""
         self._has_frozen = False
         if self.layout is not None:
             download = self.downloads.by_fragment[self.layout.frozen.fragment]
@@ -386,7 +384,7 @@ class Session:
     def _set_terms(self, terms: Terms) -> None:
         if self.terms is None:
             self.downloads.set_layout(terms.layout)
-            self._frozen_tag, self._is_naming = None, False  # other chunks have another one
+            self._frozen_tag, self._is_naming = None, False  # other chunks have another tag
         self.terms = terms
         self.downloads.set_reply(terms.config.reply_dtype)
 
@@ -449,7 +447,7 @@ class Session:
                 yield effects.Told(notice)
 
     def _end_if_due(self) -> Iterator[Effect]:
-        """The run is over: training is told once no work is in flight, or the connection breaks."""
+        """The run is over: notify training once no work is in flight, or the connection breaks."""
         if self._over is not None and not any(each.is_gradient for each in self.uploads):
             yield self._end(self._over)
 
@@ -461,7 +459,7 @@ class Session:
 
     @property
     def _is_resumed(self) -> bool:
-        """Whether what is held comes from a checkpoint and no broker has said that it fits."""
+        """Whether the held versions are of a checkpoint that no broker has confirmed."""
         return self.connection.token is None and self.run is not None
 
     def _resume(self, event: events.Resume) -> None:
@@ -475,7 +473,7 @@ class Session:
         self.previous_life = PreviousLife(event.held)
 
     def _forget(self, why: str) -> Iterator[Effect]:
-        """The checkpoint does not fit: join as a new worker does."""
+        """The checkpoint does not fit: join as a new worker."""
         run, self.run = self.run, None
         self.terms = self.lanes.owners = None
         self.downloads = Downloads(self.connection, observer=False, lanes=self.lanes)
@@ -497,11 +495,11 @@ class Session:
         self.connection.last_heard = now
         if self.connection.is_joined:
             self.connection.bulk.moved(now)
-            yield from self.downloads.arrived_elsewhere(chunk)
+            yield from self.downloads.take(chunk, is_here=False)
             yield from self._stored(chunk.fragment)
 
     def _stored(self, fragment: int) -> Iterator[Effect]:
-        """A chunk is here and decoded."""
+        """A chunk was decoded."""
         yield from self._deliver_if_whole(fragment)
         yield from self._pull_frozen()
 
@@ -551,7 +549,7 @@ class Session:
             yield self.downloads.pull(fragment)
 
     def _deliver_if_whole(self, fragment: int) -> Iterator[Effect]:
-        """Hand over a version if it is whole now and the one that is waited for."""
+        """Deliver a version if it is complete and the awaited one."""
         if (download := self.downloads.by_fragment.get(fragment)) is None or not download.is_whole:
             return
         takes_any = download.takes_any

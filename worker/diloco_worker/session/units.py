@@ -1,11 +1,11 @@
-"""The units of data sets that this worker stands for, between the broker and the push they count with.
+"""The units of data sets that this worker holds, between the broker and the push they count with.
 
-A unit is handed out, begun and ended by training. At the next freeze of each fragment its last steps are
-in that push; the last of these pushes names it, and it counts with them. Where steps are lost (a push
-was refused, the model went back), the units that had them are dropped here, and the broker hears of it
-with the next `take`, which says all that this worker still stands for. So does the first one on each new
-connection: a restarted broker learns what it has handed out before, and from
-the lots that come with it what has counted. Others carry no lots: each costs the broker time.
+A unit is handed out, begun and ended by training. At the next freeze of each fragment its last steps
+are in that push; the last of these pushes names it, and it counts with them. Where steps are lost (a
+push was rejected, the model went back), their units are dropped, and the next `take` reports all that
+this worker still holds. So does the first one on each new connection: a restarted broker learns what it
+has handed out, and from the lots in it what has counted. Other requests carry no lots, which cost the
+broker time.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from diloco_worker.session import effects
 from diloco_worker.session.connection import RETRY_S, Connection
 from diloco_worker.session.events import TakeUnits, UnitsTrained
 
-# Control actions count their requests from 1.
+# Above the requests of control actions, which count from 1.
 FIRST_REQUEST = 1 << 40
-# Counted lots that are remembered, for a broker that comes back from an older checkpoint. A ledger
-# remembers as many pushes of a worker.
+# Counted lots that are kept for a broker that restarts from an older checkpoint. A ledger keeps as many
+# pushes of a worker.
 LOTS_REMEMBERED = 8
 
 
 @dataclass
 class HeldUnits:
-    """What is held of one data set, in tickets."""
+    """What is held of one data set, by offset."""
 
-    take: TakeUnits  # the last one asked: name, size and order are the same in each
-    held: Spans = field(default_factory=Spans)  # handed out, and in no version as far as is known
-    begun: Spans = field(default_factory=Spans)  # of these, those that training is in the middle of
-    ended: Spans = field(default_factory=Spans)  # and those of which all is trained, in no lot yet
-    wanted: TakeUnits | None = None  # what the training thread waits for
-    sent: int | None = None  # the request that has no answer on this connection
-    is_answer: bool = False  # and its answer is the one to `wanted`
-    # Given back in the middle or before they were begun: samples of them may still come.
+    take: TakeUnits  # the last request: name, size and order are the same in each
+    held: Spans = field(default_factory=Spans)  # handed out, and in no known version
+    begun: Spans = field(default_factory=Spans)  # of these, those in training
+    ended: Spans = field(default_factory=Spans)  # and those trained completely, in no lot yet
+    wanted: TakeUnits | None = None  # the request of the training thread
+    sent: int | None = None  # the unanswered request on this connection
+    is_answer: bool = False  # its answer is the one to `wanted`
+    # Dropped during or before training: samples of them may still come.
     dropped: Spans = field(default_factory=Spans)
-    is_due: bool = False  # the broker must hear what is held
-    has_news: bool = False  # and which lots have counted: it may not know of them
+    is_due: bool = False  # report the held units
+    has_news: bool = False  # and the counted lots, which the broker may not know
     retry_at: float | None = None
 
     def drop(self, spans: Spans) -> None:
-        """This worker stands for these no more."""
+        """This worker no longer holds these."""
         self.held, self.begun, self.ended = (
             each - spans for each in (self.held, self.begun, self.ended)
         )
@@ -59,53 +59,52 @@ class OpenLot:
     units: dict[str, Spans]  # by data set
     pushes: dict[int, int] = field(default_factory=dict)  # push ids by fragment
     counted: set[int] = field(default_factory=set)  # fragments of which the push is in a version
-    # Of an earlier connection: a broker that was started again may not know of it, and have adopted
-    # parameters with its pushes in them.
+    # Of an earlier connection: a restarted broker may not know it, and have parameters with its pushes.
     is_older: bool = False
 
 
 class Units:
-    """See the head of this module."""
+    """The units of all data sets."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sets: dict[str, HeldUnits] = {}
         self._lots: list[OpenLot] = []
         self._counted: deque[Lot] = deque(maxlen=LOTS_REMEMBERED)
-        # By push id, units that training was in the middle of when it was frozen.
+        # By push id, units that were in training when it was frozen.
         self._begun: dict[int, dict[str, Spans]] = {}
         self._last_request = FIRST_REQUEST
         self._fragments = 1
 
     @property
     def times(self) -> list[float]:
-        """When `tick` has something to do."""
+        """The deadlines of `tick`."""
         return [each.retry_at for each in self._sets.values() if each.retry_at is not None]
 
     @property
     def dropped(self) -> dict[str, Spans]:
-        """By data set, units that are not to be trained on any more, though samples of them may come."""
+        """By data set, units that must not be trained on any more, though samples of them may come."""
         return {name: each.dropped for name, each in self._sets.items() if each.dropped}
 
     # From training.
 
     def ask(self, take: TakeUnits) -> Iterator[effects.Effect]:
-        """More units are wanted; the one that waited before waits no longer."""
+        """Request units; replaces an earlier request."""
         units = self._sets.setdefault(take.name, HeldUnits(take))
         units.take = units.wanted = take
         yield from self._send(units)
 
     def trained(self, event: UnitsTrained) -> None:
-        """An optimizer step has been taken with these."""
+        """An optimizer step trained on these."""
         if (units := self._sets.get(event.name)) is None:
             return
         for ticket in event.begun:
-            # Also one that others have been given meanwhile: its steps are in the model, so the broker
-            # must hear of it with the push, and refuse that.
+            # Also one that others were given: its steps are in the model, so the broker must reject
+            # the push with it.
             units.held.add(ticket, ticket + 1)
             units.begun.add(ticket, ticket + 1)
         for ticket in event.ended:
-            if ticket in units.begun:  # else it was given back in the middle
+            if ticket in units.begun:  # else it was dropped
                 units.begun.remove(ticket, ticket + 1)
                 units.ended.add(ticket, ticket + 1)
 
@@ -139,7 +138,7 @@ class Units:
     # How pushes end.
 
     def counted(self, push_id: int) -> None:
-        """A version contains this push whole."""
+        """A version contains this push completely."""
         self._begun.pop(push_id, None)
         for lot in list(self._lots):
             lot.counted |= {f for f, each in lot.pushes.items() if each == push_id}
@@ -203,7 +202,7 @@ class Units:
         units.sent, units.is_due = self._last_request, False
         units.is_answer = units.wanted is not None
         take = units.take
-        # Not when the answer is here: a lot that counts until then is news again.
+        # Reset now, not with the answer: a lot that counts until then is news again.
         lots, units.has_news = tuple(self._counted) if units.has_news else (), False
         message = Take(
             token,
@@ -219,7 +218,7 @@ class Units:
         yield effects.Send(message)
 
     def answered(self, result: Result, now: float) -> Iterator[effects.Effect]:
-        """The broker says what it hands out. Nothing, where the request is none of these."""
+        """The broker's answer to a request; ignores others."""
         found = [each for each in self._sets.values() if each.sent == result.request]
         if not found:
             return
@@ -247,7 +246,7 @@ class Units:
             yield from self._send(units)
 
     def _are_lost(self, units: HeldUnits, lost: Spans) -> None:
-        """Others have been given these. What was trained on stays: the push with it will be refused."""
+        """Other workers were given these. Trained ones stay: the push with them will be rejected."""
         trained = units.begun | units.ended
         for lot in self._lots:
             trained = trained | lot.units.get(units.take.name, Spans())
@@ -255,7 +254,7 @@ class Units:
         units.dropped = units.dropped | (lost - trained)
 
     def failed(self, error: Error) -> Iterator[effects.Effect]:
-        """An error that names no push: a broker of an earlier release knows no `take`."""
+        """An error that names no push."""
         if error.about in (None, Take.kind):
             for units in self._sets.values():
                 if units.sent is not None:
@@ -264,7 +263,7 @@ class Units:
 
     def _refused(self, units: HeldUnits, text: str) -> Iterator[effects.Effect]:
         wanted, units.wanted = units.wanted, None
-        units.has_news = True  # what came with the request may not have been read
+        units.has_news = True  # the broker may not have read the request
         if wanted is not None:
             yield effects.Answered(wanted.request, False, text)
         else:

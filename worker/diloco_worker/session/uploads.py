@@ -1,7 +1,7 @@
 """Uploads: each push as chunks under credit, from its offer to its end. Pure.
 
 A push survives a broken connection: the broker's next grant says what it holds of it. Without a session
-on this connection nothing is sent.
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from diloco_worker.session import effects
 from diloco_worker.session.connection import Connection, Lanes
 from diloco_worker.session.downloads import Held
 
-# What a grant says when chunks may be sent.
+# Standings in which chunks may be sent.
 SENDING = (messages.Standing.NEW, messages.Standing.RESUME)
-# Seconds before a push is offered again that the broker cannot take just now.
+# Seconds before a push is offered again after "not now".
 OFFER_AGAIN_S = 1.0
 
 
@@ -25,16 +25,16 @@ OFFER_AGAIN_S = 1.0
 class Upload:
     """A push in flight."""
 
-    push: messages.Push  # the offer as it was frozen; its session is filled in when it is sent
-    lanes: Lanes = field(default_factory=Lanes)  # that its chunks are sent on
-    is_prepared: bool = True  # its chunks are laid out; those of a donation may take a while
-    held: Bitmap = field(init=False)  # chunks that the broker has acknowledged
-    # By lane: chunks still to be sent on this connection, and how many may be sent now.
+    push: messages.Push  # as it was frozen; its session is filled in on sending
+    lanes: Lanes = field(default_factory=Lanes)
+    is_prepared: bool = True  # its chunks are laid out; for seeding that may take long
+    held: Bitmap = field(init=False)  # acknowledged chunks
+    # By lane: chunks still to be sent on this connection, and the credit.
     queues: list[deque[int]] = field(init=False)
     credits: list[int] = field(init=False)
-    standing: messages.Standing | None = None  # says the last grant on this connection
-    committed: bool = False  # `commit` has been sent since that grant
-    offers: int = 0  # how often the push has been offered
+    standing: messages.Standing | None = None  # of the last grant on this connection
+    committed: bool = False  # `commit` was sent since that grant
+    offers: int = 0
 
     def __post_init__(self) -> None:
         self.held = Bitmap(self.push.chunks)
@@ -51,17 +51,17 @@ class Upload:
 
     @property
     def is_in(self) -> bool:
-        """Every chunk is in at the broker, as its answer on this connection says."""
+        """The broker has every chunk, by its answer on this connection."""
         return self.standing is not None and not self.is_sending
 
     @property
     def is_put_off(self) -> bool:
-        """The broker takes nothing of it yet."""
+        """The broker accepts no chunk of it yet."""
         return self.standing is messages.Standing.WAIT
 
     @property
     def under_way(self) -> int:
-        """Chunks that were sent on this connection and are not acknowledged."""
+        """Chunks sent on this connection and not acknowledged."""
         if self.standing not in SENDING:
             return 0
         return self.push.chunks - sum(map(len, self.queues)) - len(self.held)
@@ -82,9 +82,10 @@ class Upload:
         self.credits = [0] * self.lanes.count
 
     def granted(self, grant: messages.Grant) -> None:
-        """Take up a grant. It replaces what an earlier one said; raises ProtocolError on a bitmap
-        that does not fit."""
-        # `wait` after `new` takes the slot back: the broker has dropped what was sent, too.
+        """Apply a grant, which replaces an earlier one; raises ProtocolError on a bitmap that does not
+        fit.
+        """
+        # `wait` after `new` revokes the grant: the broker has dropped received chunks, too.
         held = Bitmap(self.push.chunks)
         if grant.standing is messages.Standing.RESUME and grant.held is not None:
             held = Bitmap.from_bytes(grant.held, self.push.chunks)
@@ -101,7 +102,7 @@ class Upload:
         return self.lanes.of(self.push.fragment, index)
 
     def acknowledged(self, ack: messages.Ack) -> None:
-        """Chunks are in; each gives one credit back, and there may be some on top."""
+        """Chunks are at the broker; each returns one credit, and there may be more."""
         if self.standing not in SENDING:
             return  # it is of an older grant
         if 0 <= ack.lane < self.lanes.count:
@@ -112,7 +113,7 @@ class Upload:
                 self.held.add(index)
 
     def next_chunks(self) -> Iterator[tuple[int, int]]:
-        """The chunks that may be sent now, taken off the queues: each with its lane."""
+        """Take the chunks off the queues that may be sent now: each with its lane."""
         for lane, queue in enumerate(self.queues):
             while self.credits[lane] > 0 and queue:
                 self.credits[lane] -= 1
@@ -123,7 +124,7 @@ class Upload:
 
 
 class Uploads:
-    """See the head of this module."""
+    """All pushes in flight."""
 
     def __init__(self, connection: Connection, lanes: Lanes) -> None:
         self._connection = connection
@@ -131,7 +132,7 @@ class Uploads:
         self.by_id: dict[int, Upload] = {}  # at most one pseudo-gradient for each fragment
         self.retries = 0  # offers of a push after its first
         self._offer_at: dict[int, float] = {}
-        # By fragment, the last donation: a broken one goes on under its push id.
+        # By fragment, the last seeding push: a broken one resumes under its push id.
         self._donated: dict[int, tuple[VersionId | None, int]] = {}
 
     def __contains__(self, push_id: int | None) -> bool:
@@ -146,11 +147,11 @@ class Uploads:
 
     @property
     def times(self) -> list[float]:
-        """When `tick` has something to do."""
+        """The deadlines of `tick`."""
         return list(self._offer_at.values())
 
     def gradient(self, fragment: int) -> Upload | None:
-        """The pseudo-gradient of this fragment that is in flight."""
+        """The pseudo-gradient of this fragment in flight."""
         return next((u for u in self._of(fragment) if u.is_gradient), None)
 
     def is_donating(self, fragment: int) -> bool:
@@ -161,18 +162,18 @@ class Uploads:
 
     @property
     def waits_for_acks(self) -> bool:
-        """Whether chunks are under way that the broker has not acknowledged."""
+        """Whether chunks in flight are not acknowledged."""
         return any(upload.under_way for upload in self.by_id.values())
 
     def begin(self, push: messages.Push) -> Iterator[effects.Effect]:
-        """Take on a push. Another pseudo-gradient of the same fragment is abandoned."""
+        """Add a push. Another pseudo-gradient of the same fragment is abandoned."""
         other = self.gradient(push.fragment) if push.purpose == "gradient" else None
         if other is not None:
             yield from self.drop(other.push.push_id)
         self.by_id[push.push_id] = Upload(push, self._lanes)
 
     def offer(self, push_id: int) -> Iterator[effects.Effect]:
-        """Offer a push on this connection; whatever was granted before is void."""
+        """Offer a push on this connection; voids earlier grants."""
         if (token := self._connection.live_token) is not None:
             upload = self.by_id[push_id]
             yield effects.Send(upload.offered(token))
@@ -181,7 +182,7 @@ class Uploads:
     def donate(
         self, fragment: int, chunks: int, held: Held | None, draw: Callable[[], int]
     ) -> Iterator[effects.Effect]:
-        """Give the broker what is held of a fragment, or the model's own values."""
+        """Upload the held version of a fragment, or the model's own values, to seed the run."""
         version = held.version if held else None
         earlier = self._donated.get(fragment)
         if earlier is None or earlier[0] != version:
@@ -197,15 +198,15 @@ class Uploads:
             purpose=messages.Purpose.DONATION,
             ledger=held.ledger if held else None,
         )
-        yield effects.Say("The broker has no parameters yet and takes those of this worker.")
+        yield effects.Say("The broker has no parameters yet; uploading ours.")
         yield from self.begin(push)
         self.by_id[push_id].is_prepared = False
-        # First the offer: copying a large model takes long, and the broker would ask another worker.
+        # The offer first: copying a large model takes long, and the broker would ask another worker.
         yield from self.offer(push_id)
         yield effects.PrepareDonation(push_id, fragment)
 
     def prepared(self, push_id: int) -> Iterator[effects.Effect]:
-        """The chunks of a donation are laid out."""
+        """The chunks of a seeding push are laid out."""
         upload = self.by_id.get(push_id)
         if upload is not None:
             upload.is_prepared = True
@@ -248,7 +249,7 @@ class Uploads:
     ) -> Iterator[effects.Effect]:
         """The broker answers a push, or a chunk of it, with an error."""
         push_id = upload.push.push_id
-        if error.retry:  # "not now" does not reject the delta: it stays as it is
+        if error.retry:  # "not now" does not reject the delta
             upload.detach()
             self._offer_at[push_id] = now + OFFER_AGAIN_S
             yield effects.Say(error.text, trouble=True)
@@ -267,7 +268,7 @@ class Uploads:
             yield effects.Say(error.text, trouble=True)
 
     def counted(self, worker_id: str, fragment: int, ledger: Ledger) -> int | None:
-        """The push in flight that a whole version contains, if it does. It is over then."""
+        """The push in flight that a complete version contains, if any; it is over."""
         upload = self.gradient(fragment)
         if upload is None or not ledger.names_whole(worker_id, upload.push.push_id):
             return None
@@ -275,7 +276,7 @@ class Uploads:
         return upload.push.push_id
 
     def drop(self, push_id: int) -> Iterator[effects.Effect]:
-        """A push that is not to be sent after all."""
+        """Abandon a push."""
         self._forget(push_id)
         yield effects.PushOver(push_id)
 
@@ -285,7 +286,7 @@ class Uploads:
             yield from self.offer(push_id)
 
     def disconnected(self) -> Iterator[effects.Effect]:
-        """All credit is void. Pseudo-gradients wait; of donations the broker asks again, or another."""
+        """All credit is void. Pseudo-gradients wait; the broker asks again for seeding."""
         self._offer_at.clear()
         for upload in self:
             upload.detach()

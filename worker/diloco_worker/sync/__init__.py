@@ -1,1 +1,1 @@
-"""What is decided after each optimizer step, pure: `boundary` is where to begin."""
+"""The decisions after each optimizer step, pure; start reading at `boundary`."""

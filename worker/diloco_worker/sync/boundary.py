@@ -2,12 +2,11 @@
 
 With P fragments there are P *slots* in each cycle of H steps (Streaming DiLoCo, Douillard et al. 2025,
 arXiv 2501.18512). At a slot a fragment's delta is frozen and offered to the broker, and
-`fragment.next_action` says after which step its reply is merged. In between it costs the training thread
-nothing: the link sends and receives meanwhile. `schedule` says whose turn it is and who may be waited
-for.
+`fragment.next_action` says after which step its reply is merged. Meanwhile the link sends and receives
+at no cost to the training thread. `schedule` says whose turn it is and who may be waited for.
 
-A boundary reads and changes a `SyncState`, and does the rest through its ports. It may be interrupted
-anywhere (Ctrl-C, an exception): whatever was decided but not done is done after the next step.
+A boundary reads and changes a `SyncState`, and acts through its ports. It may be interrupted anywhere
+(Ctrl-C, an exception): unfinished decisions are carried out after the next step.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from diloco_worker.sync.fragment import (
     merge_steps,
     next_action,
 )
-from diloco_worker.sync.patience import HASTY_S, Leaving, Patience
 from diloco_worker.sync.ports import MergeFailed, NonFinite
 from diloco_worker.sync.schedule import SchedulePlace, TurnState
-from diloco_worker.sync.state import SyncState
+from diloco_worker.sync.state import HASTY_S, Leaving, Patience, SyncState
 
-# What a script or its hook calls.
+# Called by the hook.
 
 
 async def after_step(state: SyncState, step: int) -> None:
-    """An optimizer step has been taken. Returns when training may go on."""
+    """An optimizer step was made. Returns when training may go on."""
     state.step = step
     if state.is_calm and not state.ports.has_news():
         return
@@ -53,7 +51,7 @@ async def after_step(state: SyncState, step: int) -> None:
     if state.schedule.is_due(step) and not state.link.has_ended:
         await _use_slot(state)
     if state.metrics.pushes != counted:
-        # Displays count inner steps from here; the next heartbeat may be half a minute away.
+        # For displays: the next heartbeat may be half a minute away.
         _beat(state)
     _log_counted(state)
 
@@ -61,7 +59,7 @@ async def after_step(state: SyncState, step: int) -> None:
 async def resume(
     state: SyncState, place: SchedulePlace, cycle_start: int, arrivals: Sequence[Arrival]
 ) -> None:
-    """Before the first step, go on with the cycle and pushes of a previous process.
+    """Before the first step, resume the cycle and the pushes of a previous process.
 
     `arrivals` are the broker's versions.
     """
@@ -131,7 +129,7 @@ async def load(state: SyncState) -> bool:
         if not fragment.is_partial:
             fragment.load(newest[fragment.number])
             await settle(state, fragment)
-    # The steps since the last freeze are gone, and so are the reports made with them.
+    # The steps since the last freeze are gone, with their reports.
     ports.notify(StepsLost())
     state.totals = ports.read_reports()
     for fragment in state.fragments:
@@ -141,10 +139,10 @@ async def load(state: SyncState) -> bool:
 
 
 async def leave(state: SyncState, *, hasty: bool = False) -> None:
-    """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
+    """Wait for pushes in flight, at most `timeout` seconds in all. The model stays as it is.
 
-    A push of a later round is not waited for, but its chunks are, so that it counts there. `hasty`: only
-    the chunks of each push are waited for, and not for long.
+    A push of a later round is not awaited, but its upload is, so that it counts there. `hasty`: wait
+    only for the uploads, and not for long.
     """
     timeout = state.options.timeout
     limit = min(HASTY_S, timeout) if hasty else timeout
@@ -158,7 +156,7 @@ async def leave(state: SyncState, *, hasty: bool = False) -> None:
 
 
 async def poll(state: SyncState, *, now: bool = False) -> None:
-    """Take in what has arrived, and merge what is due (`now`: all of it). Never waits."""
+    """Take in arrivals, and merge what is due (`now`: all of it). Never waits."""
     state.take_in(state.ports.poll())
     for fragment in state.fragments:
         await settle(state, fragment, now=now)
@@ -168,7 +166,7 @@ async def poll(state: SyncState, *, now: bool = False) -> None:
 
 
 async def _use_slot(state: SyncState) -> None:
-    """A slot is due: take a turn, and wait for its reply where that is to be merged at once."""
+    """A slot is due: take a turn, and wait for its reply where that is merged at once."""
     turn = await _take_turn(state)
     if turn is None:
         return  # it stays due
@@ -180,7 +178,7 @@ async def _use_slot(state: SyncState) -> None:
 
 
 async def _take_turn(state: SyncState) -> list[Fragment] | None:
-    """Push the fragment whose turn it is. Returns the fragment, if it is in flight for this turn now.
+    """Push the fragment whose turn it is. Returns it if it is in flight for this turn now.
 
     None when the turn cannot be taken yet, because the fragment's last push is still in flight.
     """
@@ -210,7 +208,7 @@ async def _take_turn(state: SyncState) -> list[Fragment] | None:
 
 
 def _wait_again(state: SyncState, in_flight: InFlight) -> None:
-    """The in-flight push counts as if it were frozen after this step, as to when it is waited for."""
+    """Treat the push as frozen after this step, as to when it is waited for."""
     in_flight.is_detached = False
     _, in_flight.wait_at = merge_steps(state.link.config, state.schedule.sync_every, state.step)
     in_flight.reconnections = state.link.reconnections
@@ -256,7 +254,7 @@ async def _freeze(state: SyncState, fragment: Fragment) -> bool:
         "was not sent, and the model is back at the last global parameters. The other workers wait "
         "until the next boundary. If it happens again, lower the learning rate or clip gradients."
     )
-    # What is not finite in one fragment has spread through the others.
+    # NaN in one fragment has spread through the others.
     ports.notify(StepsLost())
     for each in state.fragments:
         each.restore()
@@ -266,7 +264,7 @@ async def _freeze(state: SyncState, fragment: Fragment) -> bool:
 
 
 def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> None:
-    """Hand what is frozen to the link. Interrupted, it is done again."""
+    """Hand a frozen push to the link. Interrupted, it is done again."""
     in_flight, schedule = fragment.in_flight, state.schedule
     assert in_flight is not None
     if is_new and schedule.fragment == fragment.number and schedule.turn() is TurnState.FREE:
@@ -278,7 +276,7 @@ def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> None:
 
 
 def _offer_frozen(state: SyncState) -> None:
-    """Offer deltas that were frozen but not offered, because an interrupt came in between."""
+    """Offer deltas that were frozen but not offered, because of an interrupt."""
     for fragment in state.fragments:
         in_flight = fragment.in_flight
         if in_flight is not None and not in_flight.is_offered and not fragment.is_over:
@@ -299,8 +297,7 @@ def _warn_of_weights(state: SyncState, work: Work, config: RunConfig) -> None:
         state.has_warned_of_weights = True
         state.ports.trouble(
             f"This run weighs each contribution by its {name}, and none were reported; call "
-            f"report({name}=...) after each step, or the broker will refuse what this worker "
-            "sends."
+            f"report({name}=...) after each step, or the broker will reject this worker's pushes."
         )
 
 
@@ -310,7 +307,7 @@ def _warn_of_zeros(state: SyncState, fragment: Fragment, push: Push) -> None:
         fragment.zeros = 0
         state.has_warned_of_zeros &= any(each.zeros for each in state.fragments)
         return
-    fragment.zeros += push.steps > 0  # without any step, zeros are no news
+    fragment.zeros += push.steps > 0  # without a step, zeros are expected
     if push.steps and fragment.zeros >= 2 and not state.has_warned_of_zeros:
         state.has_warned_of_zeros = True
         whose = f"of fragment {fragment.number} " if len(state.fragments) > 1 else ""
@@ -335,7 +332,7 @@ def _where(bad: NonFinite, dtype: str) -> str:
 
 
 def _must_wait(state: SyncState, fragment: Fragment) -> bool:
-    """Whether training waits for this fragment's reply after the step that has been taken."""
+    """Whether training waits for this fragment's reply after this step."""
     in_flight = fragment.in_flight
     return in_flight is not None and next_action(in_flight, state.step) is Action.WAIT
 
@@ -343,8 +340,8 @@ def _must_wait(state: SyncState, fragment: Fragment) -> bool:
 async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
     """Wait until the in-flight push of a fragment has counted, and merge it. Returns whether it has.
 
-    Waits while the broker shows signs of life. Giving up, training goes on with the delta in flight.
-    When leaving, at most until that has taken too long, and the model stays as it is.
+    Waits while the broker shows signs of life; then training goes on with the delta in flight. When
+    leaving, at most until the time limit, and the model stays as it is.
     """
     if fragment.in_flight is None:
         return False
@@ -377,11 +374,11 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
 
 
 def _is_worth_it(state: SyncState, number: int, in_flight: InFlight) -> bool:
-    """Whether waiting for an in-flight push leads anywhere, if the broker is there.
+    """Whether waiting for an in-flight push can succeed while the broker is connected.
 
-    A worker that leaves waits at least until the push has been received, or what is missing of it is
-    lost: of one that is put off nothing is taken before its round, which may be waiting for this worker.
-    A broker that goes away may give up the round in which the chunks are.
+    A worker that leaves waits at least until the push was uploaded, or the rest of it is lost. Not for
+    one that is put off: the broker accepts it in its round, which may be waiting for this worker. A
+    broker that restarts may abandon the round of the chunks.
     """
     link, leaving = state.link, state.leaving
     if state.schedule.may_wait(number) and not (leaving is not None and leaving.hasty):
@@ -399,15 +396,13 @@ def _stop_waiting(
         ports.keep_anchor(fragment.number)
         in_flight.is_detached = True
     if reason is None and in_flight.push_id in link.uploaded and is_leaving:
-        ports.log(
-            f"The pseudo-gradient of {in_flight.steps} steps is in at the broker, where it counts."
-        )
+        ports.log(f"The pseudo-gradient of {in_flight.steps} steps is uploaded, and counts.")
     elif reason is None:
         if fragment.logged_deferral != (in_flight.push_id, round_):
             fragment.logged_deferral = (in_flight.push_id, round_)
             what_follows = ", which may go on without it" if is_leaving else "; training goes on"
             ports.log(
-                f"The pseudo-gradient of {in_flight.steps} steps is carried into round {round_}"
+                f"The pseudo-gradient of {in_flight.steps} steps is deferred to round {round_}"
                 f"{what_follows}."
             )
     elif not is_leaving:
@@ -421,10 +416,7 @@ def _stop_waiting(
 
 
 def _why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
-    """Why a boundary waits no longer (for an in-flight push of this fragment), as a part of a sentence.
-
-    None while it waits.
-    """
+    """Why a boundary stops waiting (for a push of this fragment), as a part of a sentence; else None."""
     link, options, is_leaving = state.link, state.options, state.leaving is not None
     in_flight = fragment.in_flight if fragment is not None else None
     if link.asked_to_stop is not None and not is_leaving:
@@ -447,27 +439,27 @@ def _why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
 
 
 def _silent_in(state: SyncState) -> float:
-    """Seconds until silence alone ends the waiting, if nothing is heard."""
+    """Seconds until silence ends the waiting."""
     return max(0.0, state.options.timeout - (state.link.silence or 0.0))
 
 
 def _log_counted(state: SyncState, *, at_once: bool = False) -> None:
-    """Log the line of the pushes that have counted, if it is time to."""
+    """Log the counted pushes, if it is time to."""
     line = state.lines.line(state.metrics.seconds_waited, at_once=at_once)
     if line is not None:
         state.ports.log(line)
 
 
-# Settling: the model is brought in line with how an in-flight push has ended.
+# Settling: the model is brought in line with the end of a push.
 
 
 async def settle(
     state: SyncState, fragment: Fragment, *, now: bool = False, touch_model: bool = True
 ) -> Outcome:
-    """Bring the model in line with what has arrived for a fragment. Never waits for the broker.
+    """Bring the model in line with the arrivals of a fragment. Never waits for the broker.
 
-    Memory that runs out in it must not end the training: the outcome is FAILED, and the next call goes
-    on where this one was broken off. `now` and `touch_model` are those of `Fragment.next_merge`.
+    Running out of memory must not end the training: the outcome is FAILED, and the next call resumes
+    the merge. `now` and `touch_model` are those of `Fragment.next_merge`.
     """
     merge = fragment.next_merge(state.step, now=now, touch_model=touch_model)
     if merge is not None and merge.touches_model:
@@ -517,7 +509,7 @@ def _note_ending(state: SyncState, fragment: Fragment, merge: Merge) -> None:
             state.metrics.rejected += 1
             ports.push_ended(in_flight.push_id, fragment.number, why=rejection.code)
             if rejection.code in (Code.LATE, Code.STALE):
-                # Newer parameters are there: local moves onto them as soon as they arrive.
+                # The model moves to newer parameters as soon as they arrive.
                 ports.notify(RequestVersion(fragment.number))
                 ports.trouble(
                     f"The pseudo-gradient of {in_flight.steps} steps was dropped: "
@@ -545,7 +537,7 @@ def _has_counted(
 def _is_superseded(
     state: SyncState, fragment: Fragment, in_flight: InFlight | None, arrival: Arrival
 ) -> None:
-    """The model has given up the steps made since the fragment's base."""
+    """The steps made since the fragment's base are out of the model."""
     ports, steps = state.ports, state.work(fragment).steps
     state.restart_work(fragment)
     ports.notify(StepsLost())

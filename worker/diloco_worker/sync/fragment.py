@@ -1,10 +1,10 @@
-"""One fragment between freezing a delta and merging its reply: what has arrived, and how it is settled.
+"""One fragment between freezing a delta and merging its reply: arrivals, and how they are settled.
 
 The *base* is the version that the next delta is measured from. An *in-flight push* is a frozen delta;
-its *reply* is a version that contains it. Training may go on in between (tau steps in Streaming DiLoCo,
-Douillard et al. 2025, arXiv 2501.18512). A *merge* brings the model in line with how an
-in-flight push has ended. It may be interrupted: nothing is forgotten and the base stays what it was
-until the model is complete, and the next poll goes on with the same merge.
+its *reply* is a version that contains it. Training may go on meanwhile (tau steps in Streaming DiLoCo,
+Douillard et al. 2025, arXiv 2501.18512). A *merge* brings the model in line with the end of an
+in-flight push. It may be interrupted: the base stays what it was until the model is complete, and the
+next poll resumes the same merge.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival, Rejection, Work
 from diloco_worker.session.previous_life import SENT_BEFORE, names_unknown_push
 
-# Versions in whose ledgers a dropped push is looked for: that of the round that was open then, and one
-# that may have arrived before it.
+# Versions whose ledgers are searched for a dropped push: that of the round open at the time, and one
+# before.
 VERSIONS_LOOKED_AT = 2
-# Until a version settles a dropped push, a copy of each chunk of it that may have counted is kept. The
-# copies take at most this many times the memory of the fragment; the oldest pushes are given up first,
-# as if nothing of them had counted. Once is enough for a round: of pushes that are refused one after
-# another each brings only chunks that the round lacks. Where the broker does not say which chunks may
-# have counted, every one is kept.
+# Until a version settles a dropped push, a copy of each chunk of it that may have counted is kept, in
+# at most this many times the memory of the fragment; the oldest pushes are given up first, as if
+# nothing of them had counted. Once suffices for a round: of pushes rejected in a row each has only
+# chunks that the round lacks. Where the broker does not say which chunks may have counted, all are
+# kept.
 MOST_KEPT = 2
 
 
@@ -39,11 +39,11 @@ class Outcome(str, Enum):
     NOTHING = "nothing"
     COUNTED = "counted"  # the in-flight push is in the version that is the base now
     MOVED = "moved"  # there was no in-flight push; a newer version is the base now
-    REJECTED = "rejected"  # the in-flight push has ended; the base is what it was
-    SUPERSEDED = "superseded"  # the base took the place of the steps and of the in-flight push
+    REJECTED = "rejected"  # the in-flight push ended; the base is unchanged
+    SUPERSEDED = "superseded"  # the base replaced the steps and the in-flight push
     RESTORED = "restored"  # the steps since the last freeze are out of the model
     LOADED = "loaded"  # a version is in the model as it is
-    FAILED = "failed"  # the model could not be changed; the next look goes on with it
+    FAILED = "failed"  # the model could not be changed; the next poll retries
 
 
 class Action(Enum):
@@ -51,20 +51,20 @@ class Action(Enum):
 
     GO_ON = "go on"
     MERGE = "merge"  # the reply is here, and it is time
-    WAIT = "wait"  # the reply is not here, and training stands still until it is
+    WAIT = "wait"  # the reply is not here, and training waits for it
 
 
 def merge_steps(config: RunConfig, sync_every: int, frozen_at: int) -> tuple[int, int]:
     """When a delta that was frozen after step s is merged.
 
-    After the first step t with s + tau <= t <= s + M after which its reply is complete; after step s + M
-    training waits for the reply. tau is `fragment_sync_delay` and M `fragment_max_delay`, but never less
-    than tau; without it M = tau, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512,
-    section 2.3). With the delay "auto" tau = 0 and M = H / P (`longest_delay`), with this worker's
-    H = `sync_every`. So with tau = M = 0 the boundary waits at the freeze, as in DiLoCo.
+    After the first step t with s + tau <= t <= s + M after which its reply is complete; after step s +
+    M training waits for the reply. tau is `fragment_sync_delay` and M `fragment_max_delay`, but never
+    less than tau; without it M = tau, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512,
+    section 2.3). With the delay "auto" tau = 0 and M = H / P (`longest_delay`), with this worker's H =
+    `sync_every`. So with tau = M = 0 the boundary waits at the freeze, as in DiLoCo.
 
-    A push that training no longer waits for (`InFlight.is_detached`) is merged by the same rule. Several
-    ranks that are one worker merge after the same step, since they see the same replies. How a reply is
+    A push that training no longer waits for (`InFlight.is_detached`) is merged by the same rule. The
+    ranks of one worker merge after the same step, since they see the same replies. How a reply is
     merged, with alpha or by rebasing, is in `sync.merge`.
 
     Returns:
@@ -93,7 +93,7 @@ def overlaps(config: RunConfig) -> bool:
 
 @dataclass
 class InFlight:
-    """A frozen delta under way; its values are with the tensors."""
+    """A frozen delta in flight; its values are with the tensors."""
 
     push: Push  # the offer: push id, the version it was computed from, and the work in it
     began: int  # the optimizer step after which it was frozen
@@ -120,7 +120,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A push in few bits that was dropped: chunks of it may have counted before that."""
+    """A quantized push that was dropped: chunks of it may have counted before."""
 
     push_id: int
     may_count: Bitmap  # its chunks that are looked for
@@ -132,22 +132,22 @@ class Merge:
     """A decision that is not yet applied to the model."""
 
     outcome: Outcome
-    in_flight: InFlight | None = None  # the one that was under way
+    in_flight: InFlight | None = None
     arrival: Arrival | None = None  # the version that arrived
     rejection: Rejection | None = None  # why the in-flight push has ended without one
     touches_model: bool = True  # False leaves the model as it is, on its base
     is_load: bool = False  # a version was asked for, to be in the model as it is
-    is_void: bool = False  # local values are of no use: steps made while it is broken off go too
-    # By push id, the chunks of a push that the version contains; no other chunk of it will count. Of the
-    # in-flight push where it is counted, and of pushes that were dropped earlier.
+    is_void: bool = False  # discard local values, and steps made while it is interrupted
+    # By push id, the chunks that the version contains; no other chunk of the push will count. Of the
+    # in-flight push where it is counted, and of pushes dropped earlier.
     settled: Mapping[int, Bitmap] = field(default_factory=dict)
-    # The chunks of the rejected push that may be in a version all the same; None without a rejection.
+    # The chunks of the rejected push that may be in a version nevertheless; None without a rejection.
     may_count: Bitmap | None = None
 
 
 @dataclass(frozen=True)
 class TrainingBase:
-    """What training of a fragment stands on: a checkpoint holds one of each fragment."""
+    """The training state of a fragment, for a checkpoint."""
 
     version: VersionId  # of the base
     ledger: Ledger
@@ -163,13 +163,12 @@ class Fragment:
     number: int
     worker_id: str
     chunks: int
-    base: InitVar[TrainingBase]  # what training stands on
+    base: InitVar[TrainingBase]
     done_before: Work  # up to its last freeze
-    reply: Arrival | None = None  # a version that arrived and is not in the model yet
-    rejection: Rejection | None = None  # why the in-flight push has ended without one
-    merge: Merge | None = None  # was broken off, or is being carried out
-    # A push that has ended while the model was left as it is, on its base: a checkpoint written now goes
-    # on from there.
+    reply: Arrival | None = None  # a version that is not in the model yet
+    rejection: Rejection | None = None  # why the in-flight push ended without one
+    merge: Merge | None = None  # interrupted, or being applied
+    # A push that ended while the model was left on its base, from which a checkpoint resumes.
     parting: InFlight | None = None
     staleness: int = 0  # versions between the last counted in-flight push's base and where it went
     zeros: int = 0  # pushes of zeros in a row
@@ -181,7 +180,7 @@ class Fragment:
         self.dropped = base.dropped
 
     def is_calm(self, step: int) -> bool:
-        """There is nothing to do for it after this step, unless something has arrived."""
+        """Whether there is nothing to do after this step, unless something arrived."""
         if self.merge is not None or self.reply is not None or self.rejection is not None:
             return False
         push = self.in_flight
@@ -189,16 +188,16 @@ class Fragment:
 
     @property
     def is_over(self) -> bool:
-        """The in-flight push has ended; a merge brings the model in line with it."""
+        """The in-flight push has ended, and is not merged yet."""
         return self.in_flight is not None and (self.reply is not None or self.rejection is not None)
 
     @property
     def is_partial(self) -> bool:
-        """A merge was broken off: a part of the model may be ahead of the rest."""
+        """A merge was interrupted: a part of the model may be ahead of the rest."""
         return self.merge is not None
 
     def take_in(self, arrival: Arrival) -> None:
-        """Keep a whole version until it is its time; forget one that lacks the in-flight push."""
+        """Keep a complete version until it is merged; ignore one that lacks the in-flight push."""
         in_flight, earlier = self.in_flight, self.reply
         if in_flight is None or in_flight.push_id in arrival.counted or arrival.superseding:
             self.reply = arrival.after(earlier)
@@ -206,15 +205,15 @@ class Fragment:
             self.reply = arrival.after(earlier)  # it contains what the earlier one did
 
     def froze(self, in_flight: InFlight) -> None:
-        """A delta has been frozen."""
+        """A delta was frozen."""
         assert self.in_flight is None and self.reply is None, "no second delta grows over a first"
         self.in_flight = in_flight
 
     def next_merge(self, step: int, *, now: bool = False, touch_model: bool = True) -> Merge | None:
-        """The merge that is due after this step, first one that was broken off; None where none is.
+        """The merge that is due after this step, first an interrupted one; None where none is.
 
-        `now` takes a reply although its apply point has not come. Without `touch_model`, for the end of
-        training, the model is left as it is, if it is whole.
+        `now` takes a reply before its apply point. Without `touch_model`, for the end of training, the
+        model is left as it is, if it is complete.
         """
         if self.merge is None:
             self.merge = self._next_merge(step, now=now, touch_model=touch_model)
@@ -292,15 +291,15 @@ class Fragment:
                 )
 
     def has_not_begun(self) -> None:
-        """The merge was broken off before it touched the model, and is decided anew.
+        """The merge was interrupted before it touched the model, and is decided again.
 
-        One that takes steps out of the model follows from nothing that is here: it stays due.
+        One that takes steps out of the model stays due: no message would ask for it again.
         """
         if self.merge is not None and not self.merge.is_void:
             self.merge = None
 
     def merged(self, merge: Merge) -> None:
-        """The model is in line with it. May be said again."""
+        """The model is in line with it. May be called again."""
         in_flight, outcome = merge.in_flight, merge.outcome
         if outcome is Outcome.LOADED and in_flight is not None:
             in_flight.is_detached = True
@@ -309,7 +308,7 @@ class Fragment:
         self.merge = None
 
     def _end(self, merge: Merge) -> None:
-        """No delta is under way any more; the version that came, if any, is the base."""
+        """End the flight of the delta; the version, if any, becomes the base."""
         in_flight, arrival = merge.in_flight, merge.arrival
         if merge.outcome is Outcome.COUNTED:
             assert in_flight is not None and arrival is not None
@@ -322,7 +321,7 @@ class Fragment:
         elif merge.outcome is not Outcome.SUPERSEDED:
             self.parting = in_flight
         self.in_flight = self.rejection = None
-        # Else a newer one arrived while the merge was broken off.
+        # Else a newer one arrived while the merge was interrupted.
         reply = self.reply
         if reply is not None and arrival is not None and reply.version == arrival.version:
             self.reply = None
@@ -335,7 +334,7 @@ class Fragment:
             self.merge = Merge(Outcome.RESTORED, self.in_flight, is_void=True)
 
     def load(self, arrival: Arrival) -> None:
-        """Put a version into the model as it is; the next merge does it. The model must not be torn.
+        """Have the next merge put a version into the model as it is. The model must be consistent.
 
         With a delta still in flight the base stays, and later steps will be rebased from here.
         """
@@ -345,7 +344,7 @@ class Fragment:
             outcome = Outcome.SUPERSEDED
         elif in_flight is not None and in_flight.push_id in arrival.counted:
             outcome = Outcome.COUNTED
-        # With a delta in flight it is its version that tells of those before it.
+        # With a delta in flight, its version settles those before it.
         settled = {}
         if outcome is Outcome.COUNTED or in_flight is None:
             settled = self._settled(arrival, in_flight)
@@ -361,10 +360,10 @@ def known_pushes(worker_id: str, base: Fragment | TrainingBase) -> frozenset[int
 
 
 def compared(worker_id: str, base: Fragment | TrainingBase, arrival: Arrival) -> Arrival | None:
-    """What the broker's version means for a worker that goes on from a checkpoint.
+    """What the broker's version means for a worker that resumes from a checkpoint.
 
-    None where what is in the model stays, with its base and its push; a version that contains the push;
-    or one that takes the place of what is in the model.
+    None where the model stays, with its base and its push; else a version that contains the push, or
+    one that supersedes the model.
     """
     ledger = arrival.released.ledger
     if arrival.version == base.version:

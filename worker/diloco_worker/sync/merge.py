@@ -1,17 +1,14 @@
 """The values of one fragment: freezing a delta, and merging its reply into the model.
 
-What is to be done, and when, is decided in `sync.boundary`; here are the tensors. Training may go
-on while a delta is in flight, so up to two more copies of the fragment are kept with it, each only where
-it is needed:
+`sync.boundary` decides what to do and when; here are the tensors. Training may go on while a delta is
+in flight, so up to two more copies of the fragment are kept with it, where needed:
 
 - *frozen*, the model at the freeze, for the merge "rebase": local <- new + (local - frozen);
-- its *anchor*, the model when training ceased to wait for the push: the steps after that are kept whole,
+- its *anchor*, the model when training stopped waiting for the push: later steps are kept completely,
   on top of the merge as it would have been then.
 
-Where deltas travel in few bits there is a *residual*, too (`model.feedback`), which goes with the next.
-
-A merge may be broken off: the base stays what it was until the model is whole, and the same merge
-goes on where it stopped.
+For quantized deltas there is a *residual*, too (`model.feedback`), which is sent with the next. A merge
+may be interrupted: the base stays what it was until the model is complete, and the same merge resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from diloco_worker.sync.ports import NonFinite
 
 @dataclass(eq=False, repr=False)
 class DeltaValues:
-    """The values of a delta under way; see the head of this module."""
+    """The values of a delta in flight."""
 
     wire: FlatState  # as it is sent
     frozen: FlatState | None = None
@@ -44,7 +41,7 @@ class DeltaValues:
 
 @dataclass(frozen=True)
 class SavedFeedback:
-    """The residual of a fragment for a checkpoint, and what it gains by chunks of dropped pushes."""
+    """The residual of a fragment for a checkpoint, and its gains by chunks of dropped pushes."""
 
     residual: FlatState
     dropped: Mapping[int, FlatState]  # by push id
@@ -57,15 +54,15 @@ class FragmentValues:
     part: FragmentLayout
     tensors: ModelTensors
     config: RunConfig
-    base: FlatState  # what deltas are measured from
+    base: FlatState  # deltas are measured from it
     # Of the in-flight push, or of one that ended while the model was left as it is.
     delta: DeltaValues | None
-    # Told of each new base, and of what it came as; the former one's memory may be overwritten then.
+    # Called with each new base, and what it came as; the former base may be overwritten then.
     set_base: Callable[[int, FlatState, FlatState], None]
     kept_on: torch.device  # where the base is
     saved: InitVar[SavedFeedback | None] = None
     feedback: Feedback = field(init=False)
-    _change: Change | None = None  # of a merge that was broken off
+    _change: Change | None = None  # of an interrupted merge
     _last_merge: Merge | None = None  # the last one
 
     def __post_init__(self, saved: SavedFeedback | None) -> None:
@@ -86,17 +83,17 @@ class FragmentValues:
 
     @property
     def is_partial(self) -> bool:
-        """A merge was broken off: a part of the model may be ahead of the rest."""
+        """A merge was interrupted: a part of the model may be ahead of the rest."""
         return self._change is not None
 
     def has_begun(self, merge: Merge) -> bool:
-        """Is a part of this merge, or all of it, in the model?"""
+        """Whether a part of this merge, or all of it, is in the model."""
         return self.is_partial or merge is self._last_merge
 
     def freeze(self, dtype: str) -> float | NonFinite | None:
         """Freeze global minus local into `delta`, in this wire dtype, unless it is not finite.
 
-        Returns the Euclidean length of its parameters, where that is known.
+        Returns the Euclidean length of its parameters, where known.
         """
         frozen = None
         if self._rebases and overlaps(self.config):
@@ -114,14 +111,14 @@ class FragmentValues:
         return delta.norm
 
     def keep_anchor(self) -> None:
-        """Training goes on with the delta in flight: remember where it ceased to wait."""
+        """Record the model: training goes on with the delta in flight."""
         delta = self.delta
         if delta is not None and delta.frozen is None and delta.anchor is None:
             delta.anchor = self.tensors.capture(self.part)
 
     def apply(self, merge: Merge, step: int) -> None:
-        """Bring the model in line, after this step. Broken off, it goes on when called again."""
-        if merge is self._last_merge:  # interrupted after it
+        """Bring the model in line, after this step. Interrupted, it resumes when called again."""
+        if merge is self._last_merge:  # interrupted after its end
             self._change = None
             return
         change = self._change
@@ -141,7 +138,7 @@ class FragmentValues:
             case Outcome.RESTORED:
                 return Change(self.base if in_flight is None else self._at_freeze(), is_void=True)
             case Outcome.REJECTED:
-                # A delta that will never count is taken out; the steps made since stay.
+                # The delta is taken out; the steps made since stay.
                 assert in_flight is not None
                 is_now = step == in_flight.began
                 return Change(self.base, origin=None if is_now else self._at_freeze())
@@ -159,13 +156,13 @@ class FragmentValues:
         assert delta is not None
         origin = delta.anchor
         if origin is None and not overlaps(self.config) and step != in_flight.began:
-            origin = self._at_freeze()  # waiting was interrupted, and training went on
+            origin = self._at_freeze()  # training went on after an interrupt
         if self._rebases and delta.frozen is not None:
             origin = delta.frozen
         return Change(new, 0.0 if self._rebases else self.config.fragment_update_alpha, origin)
 
     def _keep(self, merge: Merge, new: FlatState) -> None:
-        """The merge is complete: release what it was made of. May be done again."""
+        """The merge is complete: release its inputs. May be called again."""
         delta, outcome = self.delta, merge.outcome
         if outcome is Outcome.RESTORED:
             if merge.in_flight is not None and delta is not None and delta.anchor is not None:
@@ -199,7 +196,7 @@ class FragmentValues:
                 feedback.settle(merge.arrival, None, self._own(merge.settled))
 
     def _own(self, settled: Mapping[int, Bitmap]) -> dict[int, set[int]]:
-        """By push, the chunks by their index in what this process has of the fragment."""
+        """By push, the chunks by their index in this process's share."""
         numbers = self.tensors.numbers_of(self.part)
         return {
             push: {own for own, number in enumerate(numbers) if number in chunks}
@@ -208,7 +205,7 @@ class FragmentValues:
 
     @property
     def saved_feedback(self) -> SavedFeedback | None:
-        """For a checkpoint; None where nothing was sent in few bits."""
+        """For a checkpoint; None where nothing was quantized."""
         feedback = self.feedback
         if not feedback.is_used:
             return None
@@ -216,7 +213,7 @@ class FragmentValues:
         return SavedFeedback(feedback.flat(feedback.chunks), dropped)
 
     def _at_freeze(self) -> FlatState:
-        """The values that the in-flight push left in the model."""
+        """The model's values at the freeze of the in-flight push."""
         delta = self.delta
         assert delta is not None
         if delta.frozen is not None:

@@ -1,4 +1,4 @@
-"""What synchronising has cost and whether it works: as `sync_metrics` shows it, and lines in the log."""
+"""The cost and health of synchronising: for `sync_metrics`, and lines in the log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SyncMetrics(Mapping[str, Any]):
     last_error: str | None = None  # the last thing that went wrong, a sentence
 
     def plain(self) -> dict[str, Any]:
-        """A copy of all of it, by name."""
+        """A copy, by name."""
         return dict(self)
 
     @property
@@ -58,7 +58,7 @@ class SyncMetrics(Mapping[str, Any]):
 
 @dataclass
 class SyncLines:
-    """The line in the log for each push that has counted; at a fast pace, for several at once."""
+    """The log line for each counted push; at a fast pace, for several at once."""
 
     clock: Callable[[], float]  # seconds, monotonic
     waited: float = 0.0  # seconds that training had stood still up to the last line
@@ -84,13 +84,13 @@ class SyncLines:
 
     @property
     def due_in(self) -> float:
-        """Seconds until `line` has something to say; infinite while there is nothing unsaid."""
+        """Seconds until `line` returns one; infinite without a counted push."""
         if not self.unsaid:
             return math.inf
         return 0.0 if self._said_at is None else max(0.0, self._said_at + LINE_S - self.clock())
 
     def line(self, waited: float, *, at_once: bool = False) -> str | None:
-        """The line, if there is something to say and the last one was long enough ago (or `at_once`)."""
+        """The line, if there is a counted push and the last one was long enough ago (or `at_once`)."""
         if not self.unsaid or (self.due_in > 0 and not at_once):
             return None
         waited_now, others = waited - self.waited, self.unsaid - 1

@@ -1,11 +1,10 @@
 """What a boundary needs of its process: the model, the link to the broker, the script and the log.
 
-The hook's ports work on real tensors and a real link (`diloco_worker.ports`), those of several ranks on
-all of their models (`group.ports`), and those of tests and simulations on neither.
+The hook's ports use real tensors and a real link (`diloco_worker.ports`), those of several ranks all of
+their models (`group.ports`), those of tests and simulations neither.
 
-What takes time is awaited. The ports of a training thread block it there, so a boundary runs to its end
-without ever being suspended (`finish`); a thread that has several workers, or a simulation, suspends a
-boundary that waits and goes on with the others.
+Ports that take time are awaited. Those of a training thread block, so a boundary runs to its end
+without being suspended (`finish`); a thread with several workers, or a simulation, suspends it.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A delta that cannot be sent: this tensor, a parameter or a buffer, has NaN or infinity in it."""
+    """A delta that cannot be sent: this parameter or buffer has NaN or infinity."""
 
     name: str
     is_buffer: bool = False
 
 
 class MergeFailed(Exception):
-    """The model could not be changed, for the reason in `__cause__`; the merge is tried again later."""
+    """The model could not be changed, because of `__cause__`; the merge is retried later."""
 
 
 class Ports(Protocol):
-    """What a boundary calls. A port may be interrupted (Ctrl-C): the next boundary goes on."""
+    """What a boundary calls. A port may be interrupted (Ctrl-C): the next boundary resumes."""
 
     def clock(self) -> float:
         """Seconds, monotonic."""
@@ -47,33 +46,33 @@ class Ports(Protocol):
     # The link.
 
     def has_news(self) -> bool:
-        """Whether something has arrived since the last poll."""
+        """Whether something arrived since the last poll."""
 
     def poll(self) -> Poll:
-        """What has arrived since the last poll, and how the link stands."""
+        """The arrivals since the last poll, and the state of the link."""
 
     async def wait(self, seconds: float) -> Poll:
-        """Poll once something has arrived or the link stands otherwise, after `seconds` at most."""
+        """Poll once something arrived or the link changed, after `seconds` at most."""
 
     def notify(self, event: Event) -> None:
         """Hand an event to the session."""
 
     def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
-        """Have the link push a frozen delta. `is_new`: no earlier process has offered it.
+        """Push a frozen delta. `is_new`: no earlier process has offered it.
 
-        Returns how often the worker has joined again up to now.
+        Returns how often the worker has rejoined so far.
         """
 
     # The model.
 
     def check_model(self) -> None:
-        """Warn if the model's tensors are not what they were."""
+        """Warn if the model's tensors changed."""
 
     async def freeze(self, push: Push) -> Push | NonFinite:
         """Freeze global minus local as the delta of this push. Returns the push with its norm."""
 
     def keep_anchor(self, fragment: int) -> None:
-        """Remember the model: training goes on from here with this fragment's delta in flight."""
+        """Record the model: training goes on with this fragment's delta in flight."""
 
     async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         """Bring the model in line after this optimizer step.
@@ -88,7 +87,7 @@ class Ports(Protocol):
     # The script, its displays and its log.
 
     def read_reports(self) -> Work:
-        """What the script has reported, including values that are still on a device."""
+        """The script's reports, including values on a device."""
 
     def show_waiting(self) -> None:
         """The next heartbeat says that training waits."""
@@ -100,7 +99,7 @@ class Ports(Protocol):
         """Write a line to the log."""
 
     def trouble(self, text: str, cause: BaseException | None = None) -> None:
-        """Something went wrong: for the log, and for `last_error`."""
+        """Report a problem in the log and in `last_error`."""
 
     def push_ended(
         self, push_id: int, fragment: int, version: VersionId | None = None, why: str = ""
@@ -109,7 +108,7 @@ class Ports(Protocol):
 
 
 def finish(steps: Coroutine[Any, Any, T]) -> T:
-    """Run a boundary whose ports block; returns what it returns."""
+    """Run a boundary whose ports block; returns its result."""
     try:
         steps.send(None)
     except StopIteration as end:

@@ -38,17 +38,17 @@ from diloco_protocol.messages import Standing
 
 
 class TurnState(str, Enum):
-    """How things stand with the fragment of the cursor's round."""
+    """The state of the fragment of the cursor's round."""
 
     FREE = "free"  # nothing in flight: push
     BUSY = "busy"  # its last push is under way for an earlier round: that comes first
-    TAKEN = "taken"  # what is under way is in this very round
-    PAST = "past"  # what is under way is in a later round: this one is over
+    TAKEN = "taken"  # its push is in flight for this round
+    PAST = "past"  # its push is in a later round: this one is over
 
 
 @dataclass(frozen=True)
 class SchedulePlace:
-    """Where a worker is in its cycle of slots, for a checkpoint."""
+    """A worker's place in its cycle of slots, for a checkpoint."""
 
     sync_every: int
     slot: int
@@ -58,7 +58,7 @@ class SchedulePlace:
 class RoundSchedule:
     """The cycle and the cursor of one worker. Raises UsageError where H is below P.
 
-    `step` is that of now, `cycle_start` the step after which the current cycle began.
+    `step` is the current one, `cycle_start` the step after which the current cycle began.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RoundSchedule:
 
     @property
     def place(self) -> SchedulePlace:
-        """What `resume` goes on from."""
+        """What `resume` continues."""
         return SchedulePlace(self.sync_every, self._slot, self.cursor)
 
     def position(self, step: int) -> int:
@@ -101,11 +101,11 @@ class RoundSchedule:
         return step - self.cycle_start
 
     def is_due(self, step: int) -> bool:
-        """Whether a slot is here. One that could not be used stays due."""
+        """Whether a slot is due. One that could not be used stays due."""
         return self.position(step) >= self._slots[self._slot]
 
     def use_slot(self, step: int) -> None:
-        """The slot that is due has been used; after the last one the next cycle begins.
+        """The due slot was used; after the last one the next cycle begins.
 
         Used late, it shifts the rest of the cycle, so that the distance to the next slot stays.
         """
@@ -124,7 +124,7 @@ class RoundSchedule:
     def resume(
         self, place: SchedulePlace, step: int, cycle_start: int, pushes_in_flight: Collection[int]
     ) -> None:
-        """Go on where this worker was before its restart, with these fragments in flight."""
+        """Continue a previous process, with these fragments in flight."""
         self.pace(place.sync_every, step)
         self.restart(step)
         self.cycle_start, self._slot = cycle_start, place.slot
@@ -152,7 +152,7 @@ class RoundSchedule:
         return self.cursor % self.num_fragments
 
     def turn(self) -> TurnState:
-        """How things stand with that fragment."""
+        """The state of that fragment."""
         if self.fragment not in self.rounds:
             return TurnState.FREE
         round_ = self.rounds[self.fragment]
@@ -161,7 +161,7 @@ class RoundSchedule:
         return TurnState.TAKEN if round_ == self.cursor else TurnState.PAST
 
     def push(self) -> int:
-        """The fragment whose turn it is is pushed; returns it."""
+        """Push the fragment whose turn it is; returns it."""
         fragment = self.fragment
         assert self.turn() is TurnState.FREE, "no second delta grows over a first"
         self.rounds[fragment] = None
@@ -171,12 +171,12 @@ class RoundSchedule:
         return fragment
 
     def skip(self) -> None:
-        """Nothing is to be pushed for the cursor's round: what is under way is in it or beyond it."""
+        """Push nothing for the cursor's round: the push in flight is in it or beyond it."""
         assert self.turn() in (TurnState.TAKEN, TurnState.PAST)
         self.cursor += 1
 
     def may_wait(self, fragment: int) -> bool:
-        """Whether training may stand still until this fragment's in-flight push has merged."""
+        """Whether training may wait until this fragment's in-flight push is merged."""
         round_ = self.rounds.get(fragment)
         return round_ is None or round_ <= self.cursor or fragment in self._unanswered
 
@@ -210,7 +210,7 @@ class RoundSchedule:
             self.rounds[fragment] = self.cursor + (fragment - self.cursor) % self.num_fragments
 
     def granted(self, fragment: int, standing: Standing, round_: int | None) -> None:
-        """The broker says how this fragment's in-flight push stands, and which round it is part of."""
+        """The broker's answer to this fragment's in-flight push, with its round."""
         self._unanswered.discard(fragment)
         if not self.common or (round_ is None and standing is not Standing.COUNTED):
             return
@@ -228,7 +228,7 @@ class RoundSchedule:
             self._give_back(reserved)
 
     def carried(self, fragment: int, round_: int) -> None:
-        """Its round closed without this fragment's in-flight push, which is in a later one now."""
+        """Its round closed without this fragment's in-flight push, which is deferred to a later one."""
         if self.common and fragment in self.rounds:
             self._reserved.pop(fragment, None)
             self._unanswered.discard(fragment)
@@ -236,7 +236,7 @@ class RoundSchedule:
             self._tell(fragment, round_)
 
     def made(self, round_: int) -> None:
-        """A version is here that was made in this round: it is over, and so is every one before it."""
+        """A version of this round arrived: it is over, and so is every one before it."""
         if self.common:
             self._is_past(round_)
 
@@ -265,10 +265,10 @@ class RoundSchedule:
             self._give_back(reserved)
 
     def dropped(self, fragment: int, *, too_late: bool = False) -> None:
-        """This fragment's push has ended without being counted: its round may still want one.
+        """This fragment's push ended without being counted: its round may still want one.
 
-        `too_late`: the broker dropped it because a round had closed without it. That was the round that
-        the broker named; where it named none, the newest version tells (`made`).
+        `too_late`: the broker dropped it because a round had closed without it: the round that the
+        broker named. Where it named none, the newest version tells (`made`).
         """
         round_, was_told = self._end(fragment)
         if round_ is None:

@@ -1,8 +1,8 @@
-"""What the training thread knows: all fragments, whose turn it is, and how the link stands."""
+"""The state of the training thread: all fragments, the schedule, and the state of the link."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco_protocol import Code
@@ -11,25 +11,69 @@ from diloco_worker.session.compatibility import sync_every
 from diloco_worker.session.news import LinkState, News, Poll, Work
 from diloco_worker.sync.fragment import Fragment, TrainingBase
 from diloco_worker.sync.metrics import SyncLines, SyncMetrics
-from diloco_worker.sync.patience import Leaving, Options
 from diloco_worker.sync.ports import Ports
 from diloco_worker.sync.schedule import RoundSchedule
+
+# Seconds between two log lines about the same wait.
+LOG_INTERVAL_S = 30.0
+# Seconds that a terminating process waits for its pushes to be sent.
+HASTY_S = 4.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a worker that the boundary reads; see `DiLoCoWorker` for each."""
+
+    sync_every: int | None = None
+    dylu: bool | None = None
+    wire_dtype: str | None = None
+    heartbeat_interval: float | None = None
+    max_sync_retries: int = 3
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The time limit for pushes in flight."""
+
+    until: float
+    limit: float  # seconds in all
+    hasty: bool  # wait only until the chunks are uploaded
+
+
+class Patience:
+    """One wait. The first log line is due after `first` seconds, the others every `LOG_INTERVAL_S`."""
+
+    def __init__(self, clock: Callable[[], float], first: float = LOG_INTERVAL_S) -> None:
+        self._clock = clock
+        self._say_at = clock() + first
+
+    def pause(self, at_most: float = LOG_INTERVAL_S) -> float:
+        """Seconds to sleep until the next log line is due."""
+        return max(0.0, min(at_most, self._say_at - self._clock()))
+
+    def is_due(self) -> bool:
+        """Whether a log line is due; schedules the next one."""
+        is_due = self._clock() >= self._say_at
+        if is_due:
+            self._say_at = self._clock() + LOG_INTERVAL_S
+        return is_due
 
 
 @dataclass(kw_only=True)
 class SyncState:
-    """Everything a boundary decides by. Belongs to the training thread."""
+    """All state of the boundaries. Belongs to the training thread."""
 
     worker_id: str
     ports: Ports
-    link: LinkState  # how it stood at the latest poll
+    link: LinkState  # at the latest poll
     options: Options
     chunks: InitVar[Sequence[int]]  # of each fragment
-    bases: InitVar[Sequence[TrainingBase]]  # of each fragment, what training stands on
-    totals: Work  # what the script has reported, as of the latest poll; without its steps
-    step: int  # the optimizer step that has been taken last
+    bases: InitVar[Sequence[TrainingBase]]  # of each fragment
+    totals: Work  # reported by the script up to the latest poll; without steps
+    step: int  # the last optimizer step
     cycle_start: InitVar[int]  # the optimizer step after which the cycle of slots began
-    metrics: SyncMetrics  # what happens is counted in them
+    metrics: SyncMetrics
     fragments: list[Fragment] = field(init=False)  # in order
     schedule: RoundSchedule = field(init=False)
     lines: SyncLines = field(init=False)
@@ -61,14 +105,14 @@ class SyncState:
 
     @property
     def is_calm(self) -> bool:
-        """After this step there is nothing to do, unless something has arrived."""
+        """Whether there is nothing to do after this step, unless something arrived."""
         if self.schedule.is_due(self.step) or (self.lines.unsaid and self.lines.due_in <= 0):
             return False
         return all(fragment.is_calm(self.step) for fragment in self.fragments)
 
     @property
     def is_partial(self) -> bool:
-        """A merge was broken off: a part of the model is ahead of the rest."""
+        """A merge was interrupted: a part of the model is ahead of the rest."""
         return any(fragment.is_partial for fragment in self.fragments)
 
     @property
@@ -88,19 +132,19 @@ class SyncState:
 
     @property
     def done(self) -> Work:
-        """All that has been done up to now."""
+        """All work so far."""
         return replace(self.totals, steps=self.step)
 
     def work(self, fragment: Fragment) -> Work:
-        """What was done since the fragment's last freeze, and the latest loss."""
+        """The work since the fragment's last freeze, and the latest loss."""
         return self.done.since(fragment.done_before)
 
     def restart_work(self, fragment: Fragment) -> None:
-        """From here on it counts anew."""
+        """Count its work from here."""
         fragment.done_before = self.done
 
     def training_bases(self, totals: Work) -> list[TrainingBase]:
-        """What training of each fragment stands on, as far as it is in the model."""
+        """The training state of each fragment, as far as it is in the model."""
         self.totals = totals
         return [
             TrainingBase(f.version, f.ledger, self.work(f), f.in_flight or f.parting, f.dropped)
@@ -108,12 +152,12 @@ class SyncState:
         ]
 
     def by_age(self) -> list[Fragment]:
-        """The fragments in flight, the oldest in-flight push first."""
+        """The fragments in flight, the oldest push first."""
         flying = [(f.in_flight.began, f.number) for f in self.fragments if f.in_flight is not None]
         return [self.fragments[number] for _, number in sorted(flying)]
 
     def set_pace(self) -> None:
-        """Use the H that is in force now, as soon as the schedule can."""
+        """Use the current H as soon as the schedule can."""
         self.schedule.pace(self._sync_every(), self.step)
 
     def _sync_every(self) -> int:
@@ -121,7 +165,7 @@ class SyncState:
         return sync_every(self.link.config, self.options.sync_every, worked_out)
 
     def take_in(self, found: Poll) -> News:
-        """Take in what has arrived; the model stays as it is."""
+        """Take in arrivals; the model stays as it is."""
         self.link, self.totals, news = found.link, found.totals, found.news
         if not news:
             return news
@@ -144,7 +188,7 @@ class SyncState:
         return news
 
     def _turn(self, news: News, over: Collection[int]) -> None:
-        """Notify the schedule of what concerns rounds; `over` are fragments whose push has ended."""
+        """Notify the schedule about rounds; `over`: fragments whose push has ended."""
         schedule = self.schedule
         for event in news.turns:
             match event:

@@ -1,1 +1,1 @@
-"""The I/O thread of a worker, its sockets, and what it shares with the training thread."""
+"""The I/O thread of a worker, its sockets, and the data shared with the training thread."""

@@ -1,8 +1,8 @@
 """The connections between the ranks of one worker, from each follower to the leader.
 
 Both ends are made in the training thread, since the leader broadcasts its address; then each belongs to
-the I/O thread of its process. They carry records (CURVE, RFC 26) with keys that are drawn at each start
-and given to the ranks of this worker alone.
+the I/O thread of its process. They are encrypted (CURVE, RFC 26) with keys that are drawn at each
+start.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ from diloco_worker.session.events import ArrivedElsewhere, Disconnected, Event, 
 from diloco_worker.transport.connections import NOW, prepared
 from diloco_worker.transport.forks import monitored
 
-# Records received before the sockets to the broker get their turn.
+# Records received before the sockets to the broker are polled.
 BATCH = 256
-# Bytes of a record at most; the longest has a bitmap of the chunks of each fragment.
+# Largest record in bytes; it has a bitmap of the chunks of each fragment.
 LONGEST = 1 << 20
 
 
 class Codec:
-    """Plain values, these records, and messages of the protocol, as msgpack.
+    """Plain values, records (dataclasses), bitmaps, enums, frozen sets and messages as msgpack."""
 
-    Records are dataclasses, bitmaps, enums and frozen sets.
-    """
-
-    MESSAGE = 127  # extension code of a message; that of a record is its number
+    MESSAGE = 127  # extension code of a message; that of a record is its index
 
     def __init__(self, *records: type[Any]) -> None:
         self._records = records
@@ -63,7 +60,7 @@ class Codec:
         return msgpack.ExtType(self._records.index(type(value)), self.packed(content))
 
     def _field(self, value: Any) -> Any:
-        # An enum may be a text too, which msgpack would take it for.
+        # msgpack would encode an enum that is a text as a text.
         return self._extension(value) if isinstance(value, Enum) else value
 
     def _read(self, code: int, data: bytes) -> Any:
@@ -78,18 +75,18 @@ class Codec:
 
 @dataclass(frozen=True)
 class OpenBulk(Event):
-    """Open a connection for chunks to the broker."""
+    """Open a data connection to the broker."""
 
     generation: int  # of the leader's connections
     address: str
-    shortcut: str  # a Unix socket for a rank on the broker's machine; empty where there is none
+    shortcut: str  # a Unix socket for a rank on the broker's machine, or empty
     binding: Lane  # the first message on it
-    reply_dtype: str  # that chunks come in; another incarnation of the broker may have changed it
+    reply_dtype: str  # of chunks; it may change when the broker restarts
 
 
 @dataclass(frozen=True)
 class Donate(Event):
-    """Lay out what is held of the version that this push is based on, or the model's own values."""
+    """Lay out the version that this push is based on, where it is held, else the model's own values."""
 
     push: Push
 
@@ -111,7 +108,7 @@ class Here(Event):
 
 @dataclass(frozen=True)
 class Moved(Event):
-    """So many bytes were sent to the broker and received since the last record."""
+    """Bytes sent to and received from the broker since the last record."""
 
     up: int
     down: int
@@ -138,8 +135,9 @@ class LeaderAddress:
 class Followers:
     """The leader's end.
 
-    `ranks` of the worker, the leader included; `reach` is an address of a machine that all of them can
-    reach, by which the leader finds which of its own addresses they can.
+    Args:
+        ranks: of the worker, the leader included.
+        reach: an address of this machine that all ranks can reach; finds which local address they use.
     """
 
     def __init__(self, ranks: int, reach: str | None = None) -> None:
@@ -162,8 +160,8 @@ class Followers:
         self._unsent: list[tuple[int, Record]] = []  # for those that are not connected yet
         self._generation = 0
         self.last = b""  # sent to the followers on closing
-        self.lost: str | None = None  # why the worker cannot go on, a sentence
-        self.bytes_up = self.bytes_down = 0  # of the followers, since they were read last
+        self.lost: str | None = None  # a sentence, once a process is gone
+        self.bytes_up = self.bytes_down = 0  # of the followers, since the last read
 
     def open(
         self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
@@ -220,7 +218,7 @@ class Followers:
                 self.lost = "A process of this worker is gone"
 
     def close(self, linger_ms: int = 0) -> None:
-        """Tell the followers, and close all; what was sent last gets so long to leave."""
+        """Tell the followers, and close; the last records have this long to leave."""
         self._send_all(LeaderLeft(self.last))
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
@@ -229,7 +227,7 @@ class Followers:
 
 
 class LeaderConnection:
-    """The end of the follower of this rank."""
+    """The end of a follower."""
 
     def __init__(self, leader: LeaderAddress, rank: int) -> None:
         self.rank = rank
@@ -249,8 +247,7 @@ class LeaderConnection:
         self.socket.send(_CODEC.packed((self._generation, record)), NOW)
 
     def receive(self) -> Iterator[Record]:
-        """What the leader has sent."""
-        # The monitor first: what the leader sent before it went is read then.
+        # The monitor first: records from before the disconnect are still read.
         is_gone = any(each["event"] == zmq.EVENT_DISCONNECTED for each in monitored(self.monitor))
         while self.socket.poll(0):
             record = _CODEC.unpacked(self.socket.recv(NOW))
@@ -272,14 +269,16 @@ def _route(rank: int) -> bytes:
 
 
 def _without_limit(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Records are bounded by the credit of chunks, so none may be dropped."""
+    """Remove the limits of queues: records are bounded by the credit of chunks, and none may be
+    dropped.
+    """
     made.setsockopt(zmq.SNDHWM, 0)
     made.setsockopt(zmq.RCVHWM, 0)
     return prepared(made, LONGEST)
 
 
 def machine() -> str:
-    """A name of this machine that no other of a launch has."""
+    """A name of this machine that is unique in a launch."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as found:
             return found.read().strip()
@@ -288,7 +287,7 @@ def machine() -> str:
 
 
 def _own_address(reach: str | None) -> str | None:
-    """This machine's own address on the way to that one; None where it is this machine itself."""
+    """This machine's own address towards that one; None where it is this machine itself."""
     if not reach:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Where the broker is: an address for good, several to be tried in turn, or what a file or a function
-says, asked again while nobody answers.
+"""Where the broker is: at given addresses, or where a file or a function says, asked again until it
+answers.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from typing import Literal
 from diloco_protocol.addresses import several, with_scheme
 from diloco_protocol.clients.address_file import NoAddress, file_of, leads_somewhere, read_address
 
-# What a worker is given: tcp://host:port, several of these with commas in between, file:///path, or a
-# function without arguments that returns one address.
+# tcp://host:port, several of these separated by commas, file:///path, or a function that returns one.
 Given = str | Callable[[], str]
-# Seconds between two looks into the file, and between two calls of the function.
+# Seconds between two reads of the file, and between two calls of the function.
 LOOK_S = 1.0
-# Between two looks whether the function has answered.
+# Seconds between two checks whether the function has answered.
 ANSWER_S = 0.05
 
 
 class BrokerAddress:
-    """Of a broker, by what was given. Belongs to one thread."""
+    """The address of a broker. Belongs to one thread."""
 
     def __init__(self, given: Given) -> None:
         self._ask: Callable[[], str] | None = None  # raises NoAddress
         self._answers: _Answers | None = None
-        self.places: tuple[str, ...] = ()  # the addresses, where they were given
-        # None: not known yet.
-        self.address: str | None = None
-        self.problem: str | None = None  # why it is not known, or not read again; ends a sentence
-        self.advice = ""  # what is waited for, to be added to that
+        self.places: tuple[str, ...] = ()  # the given addresses
+        self.address: str | None = None  # None: not known yet
+        self.problem: str | None = None  # why it is unknown or stale; ends a sentence
+        self.advice = ""  # added to the problem
         self._next_look = 0.0
         if callable(given):
             self._answers = _Answers(given)
@@ -44,26 +42,25 @@ class BrokerAddress:
 
     @property
     def count(self) -> int:
-        """How many addresses there are to try, one after the other."""
+        """How many addresses to try."""
         return max(1, len(self.places))
 
     def turn_to(self, place: int) -> None:
-        """Try this one of the addresses now."""
+        """Try this address now."""
         if self.places:
             self.address = self.places[place]
 
     def names(self, address: str) -> str:
-        """What people are told that was asked; `address` where only one was."""
+        """The addresses for a message; `address` where there is only one."""
         return " and ".join(self.places) if len(self.places) > 1 else address
 
     def next_look(self) -> float | None:
-        """When it is to be asked again; None where one address was given."""
+        """When to ask again; None where addresses were given."""
         return None if self._ask is None else self._next_look
 
     def look(self, now: float) -> bool:
-        """Ask the file or the function, if there is one. Returns whether there is another address.
-
-        What was known is kept where nothing comes that can be used.
+        """Ask the file or the function. Returns whether the address changed; a bad answer keeps the
+        last one.
         """
         if self._ask is None:
             return False
@@ -78,7 +75,7 @@ class BrokerAddress:
 
 
 class _Answers:
-    """What a function says. It may take its time, so it runs in a thread of its own, once at a time."""
+    """Calls a function in a separate thread, once at a time, since it may block."""
 
     def __init__(self, ask: Callable[[], str]) -> None:
         self._function = ask
@@ -90,7 +87,7 @@ class _Answers:
         return self._state != "idle"
 
     def latest(self) -> str:
-        """The last answer; asks again, unless a question is under way or its answer is new."""
+        """The last answer; asks again, unless a call is running or its answer is new."""
         if self._state == "answered":
             self._state = "idle"
         elif self._state == "idle":
@@ -103,7 +100,7 @@ class _Answers:
     def _call(self) -> None:
         try:
             said: object = self._function()
-        except Exception as error:  # noqa: BLE001  it is the script's
+        except Exception as error:  # noqa: BLE001  of the script
             self._said = NoAddress(f"server() failed: {error!r:.200}")
         else:
             address = with_scheme(said.strip()) if isinstance(said, str) else ""

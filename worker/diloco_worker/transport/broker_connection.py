@@ -1,4 +1,4 @@
-"""The connection of a session to its broker: what its executor calls `Network`."""
+"""The sockets of a process to its broker: the `Network` of its executor."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from diloco_worker.transport.fragment_buffers import check_length
 
 logger = logging.getLogger("diloco.worker")
 
-# Of a broker that was killed the Unix socket may break first. Where it breaks alone so often, one time
-# after the other, something is wrong with it, and the next session goes over TCP.
+# After this many consecutive breaks of the Unix socket alone the next session uses TCP. One break may
+# be that of a killed broker.
 BREAKS_OF_SHORTCUT = 2
-# Messages taken from one socket before the others get their turn.
+# Messages received from one socket before the next is polled.
 BATCH = 64
-# How long the last message, `leave`, may take to get out.
+# Milliseconds for the last message, `leave`, to be sent.
 LEAVE_LINGER_MS = 1000
-# A log line is not repeated within this time (seconds), of this many lines at most.
+# A log line is not repeated within this time, for at most this many lines.
 REPEAT_S = 30.0
 SENTENCES = 100
 
 
 class RepeatedLines(dict[str, float]):
-    """When each sentence was logged last, so that the same is not logged again and again."""
+    """When each sentence was last logged, to suppress repetitions."""
 
     def is_due(self, text: str, now: float) -> bool:
-        """Whether to log this sentence; it counts as logged then."""
+        """Whether to log this sentence now."""
         if now - self.get(text, -REPEAT_S) < REPEAT_S:
             return False
         self.pop(text, None)  # the latest comes last
@@ -51,19 +51,18 @@ class RepeatedLines(dict[str, float]):
 
 
 class BrokerConnection:
-    """See the head of this module. Belongs to one thread, but for what it tells of itself.
+    """Belongs to one thread, apart from its public attributes.
 
-    `poller` has the sockets that the thread waits for. A subclass sets the executor, which has the
-    session, before anything else is called.
+    `poller` has the sockets of the thread. A subclass sets `executor` and `session` before any call.
     """
 
     executor: Executor | Follower
     session: Session | Follower
 
     def __init__(self, address: Given, keys: Keys | None) -> None:
-        # As it was given, or where the broker was found by it.
-        self.address = address if isinstance(address, str) else "the address that server() says"
-        self.refused_key: str | None = None  # why the broker does not speak to us
+        # As given, or where the broker was found.
+        self.address = address if isinstance(address, str) else "the address that server() returns"
+        self.refused_key: str | None = None  # why the broker rejected our key
         self.shortcut = ""
         self.bytes_up = 0
         self.bytes_down = 0
@@ -74,7 +73,7 @@ class BrokerConnection:
         self.poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connections: Connections | None = None
-        self._breaks_of_shortcut = 0  # one after the other, of it alone
+        self._breaks_of_shortcut = 0  # consecutive, of it alone
 
     def now(self) -> float:
         return time.monotonic()
@@ -82,7 +81,7 @@ class BrokerConnection:
     # What the thread does.
 
     def receive(self, ready: Container[object] | None = None) -> None:
-        """Handle the messages received. `ready`: the sockets that are readable, if known."""
+        """Handle the messages received. `ready`: the readable sockets, if known."""
         connections = self._connections
         if connections is None:
             return
@@ -136,15 +135,15 @@ class BrokerConnection:
         self.executor.payload = None
 
     def _follow(self, connections: Connections, changes: Changes) -> None:
-        """Tell the session what the monitors have seen of these connections."""
+        """Report what the monitors of these connections have seen."""
         self.refused_key = None if changes.connected else changes.refused
         if changes.connected:
             self.executor.feed(events.Connected())
         if changes.refused is not None and changes.is_final:
             self.executor.feed(events.LockedOut(changes.refused))
         elif changes.broken is not None:
-            # Messages that arrived before the break are handled first. The poll may have missed them:
-            # it asks for messages before it asks the monitors.
+            # Handle messages from before the break first: the poll checks messages before monitors, so
+            # it may have missed them.
             for each in connections.sockets:
                 if self._connections is connections:
                     self._receive(each)
@@ -157,10 +156,10 @@ class BrokerConnection:
             self.executor.feed(events.Unreached())
 
     def _shorten(self, welcome: Welcome) -> None:
-        """Chunks go through a Unix socket where the broker is on this machine.
+        """Send chunks through the Unix socket of a broker on this machine.
 
-        Not where it was reached at another address than its own: there is a proxy, or a tunnel, which
-        somebody has put there for a reason.
+        Not where it was reached at another address than its own, since then there is a proxy or a
+        tunnel.
         """
         connections, address = self._connections, welcome.ipc
         self.shortcut = ""
@@ -182,16 +181,16 @@ class BrokerConnection:
         self._where.turn_to(place)
         self._where.look(self.now())
         if (address := self._where.address) is None:
-            return  # its file, or function, says none yet
+            return  # the file or function has none yet
         if address != self.address:
             self.address = address
-            if self._where.count == 1:  # of several most may be wrong
+            if self._where.count == 1:
                 self.say(f"The broker is at {address} now.")
         assert self._context is not None and self._connections is None
         self._adopt(Connections(self._context, address, self._keys))
 
     def connect_bulk(self, address: str, shortcut: str) -> None:
-        """A follower connects for chunks, by this Unix socket where it can."""
+        """Open a follower's data connection, through this Unix socket where possible."""
         assert self._context is not None
         connections = Connections(self._context, address, self._keys, names=("bulk",))
         if shortcut and can_be_entered(shortcut):
@@ -222,7 +221,7 @@ class BrokerConnection:
             return
         frames = pack(message, payload)
         if not connections.send(frames, bulk=bulk):
-            # Credits bind long before this; only a connection that takes nothing gets here.
+            # Credit is far below this limit, so the connection is stuck.
             self.say("The connection to the broker accepts no more data.", trouble=True)
             return
         self.bytes_up += sum(memoryview(frame).nbytes for frame in frames)

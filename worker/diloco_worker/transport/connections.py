@@ -1,4 +1,4 @@
-"""The DEALER connections of a process to its broker, opened and closed as a whole."""
+"""The DEALER connections of a process to its broker, opened and closed together."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from diloco_protocol.clients.keys import Keys
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 from diloco_worker.transport.forks import monitored
 
-# Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
+# Milliseconds between ZeroMQ's attempts to connect: doubled from the first to the second.
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2000
-# And until it gives up one that nothing answers: a machine that was asleep or off is found again soon,
-# where the system itself would ask at ever longer intervals, up to a minute.
+# Milliseconds until it gives up an unanswered attempt. The system itself would retry at intervals that
+# grow up to a minute.
 CONNECT_WITHIN_MS = 3000
-# Messages of a connection that wait in ZeroMQ, which is its own default; a relay has those of many.
+# Messages queued on a connection, ZeroMQ's default; a relay queues those of many workers.
 UNSENT = 1000
 
-# As plain numbers: the sums of enum members cost more than the sends.
+# Plain numbers: adding enum members costs more than sending.
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
@@ -30,7 +30,7 @@ _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | EXPLAINED
 
 
 def prepared(socket: zmq.Socket[bytes], longest: int) -> zmq.Socket[bytes]:
-    """A socket that finds its peer again soon, and takes no message of more bytes than `longest`."""
+    """Set options: reconnect soon, accept no message longer than this."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
@@ -42,15 +42,14 @@ def prepared(socket: zmq.Socket[bytes], longest: int) -> zmq.Socket[bytes]:
 
 @dataclass
 class Changes:
-    """What has become of the connections."""
+    """What happened to the connections."""
 
     connected: bool = False  # control came up
     broken: str | None = None  # which connection broke, a sentence
     is_of_bulk_alone: bool = False
-    unreached: bool = False  # an attempt to bring control up has failed
-    refused: str | None = None  # why the broker and this worker do not come together, a sentence
-    # The broker has said so itself. Otherwise it may have been killed in that moment.
-    is_final: bool = False
+    unreached: bool = False  # an attempt to connect control failed
+    refused: str | None = None  # why the handshake failed, a sentence
+    is_final: bool = False  # the broker said so; otherwise it may have been killed at that moment
 
 
 @dataclass
@@ -61,10 +60,9 @@ class _Connection:
 
 
 class Connections:
-    """Connections to one address by their names, with a monitor for each. Belongs to one thread.
+    """Named connections to one address, each with a monitor. Belongs to one thread.
 
-    A session has control and bulk, a follower bulk alone. Connecting to a broker that is not there yet
-    is no error: ZeroMQ goes on trying.
+    A session has control and bulk, a follower bulk alone. ZeroMQ retries until the broker listens.
     """
 
     def __init__(
@@ -94,14 +92,14 @@ class Connections:
         return _Connection(socket, monitor, Handshakes(address, self._keys))
 
     def shorten(self, address: str) -> None:
-        """Take another way to the same broker for bulk, over which nothing has gone yet."""
+        """Reconnect bulk, on which nothing was sent yet, to another address of the same broker."""
         self._close(self._by_name["bulk"])
         self._by_name["bulk"] = self._connect(address)
         self.is_shortened = True
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Those that messages come from, control first."""
+        """The sockets for messages, control first."""
         return [each.socket for each in self._by_name.values()]
 
     @property
@@ -109,9 +107,9 @@ class Connections:
         return [*self.sockets, *(each.monitor for each in self._by_name.values())]
 
     def send(self, frames: Sequence[Any], *, bulk: bool) -> bool:
-        """Send a message. False when the connection takes nothing, and then nothing is sent.
+        """Send a message; False where the connection accepts nothing, and nothing is sent.
 
-        The last frame is sent from where it lies; it must not change any more.
+        The last frame is sent without a copy and must not change any more.
         """
         target = self._by_name["bulk" if bulk else "control"].socket
         try:
@@ -123,7 +121,7 @@ class Connections:
         return True
 
     def may_have_changed(self, ready: Container[object]) -> bool:
-        """Whether a monitor is among the sockets with something to read."""
+        """Whether a monitor is readable."""
         return any(each.monitor in ready for each in self._by_name.values())
 
     def changes(self) -> Changes:
@@ -131,13 +129,13 @@ class Connections:
         changes = Changes()
         for name, each in self._by_name.items():
             for event in monitored(each.monitor):
-                if not changes.is_final:  # of several reasons the final one
+                if not changes.is_final:  # a final reason wins
                     failed = each.handshakes.failure(event["event"])
                     if failed is not None:
                         changes.refused, changes.is_final = failed.text, failed.is_final
                 if event["event"] == zmq.EVENT_CONNECT_RETRIED:
-                    # Over TCP that is what ZeroMQ is for. A Unix socket was there a moment ago, and a
-                    # broker that goes on says where it is now.
+                    # Over TCP ZeroMQ retries. A Unix socket is gone for good, and a broker that goes on
+                    # sends its new one.
                     changes.unreached |= name == "control"
                     if name == "bulk" and self.is_shortened and changes.broken is None:
                         changes.is_of_bulk_alone = True
@@ -150,7 +148,7 @@ class Connections:
         return changes
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close everything. What is queued on control gets so long to leave in the background."""
+        """Close all; messages queued on control have this long to leave in the background."""
         for name, each in self._by_name.items():
             self._close(each, linger_ms if name == "control" else 0)
 

@@ -1,7 +1,4 @@
-"""Carrying out what a session asks for: the one place where each effect is named.
-
-Sockets and memory are handed in: the link has real ones, a simulation its own.
-"""
+"""Executes the effects of a session, with the sockets and memory of a link or a simulation."""
 
 from __future__ import annotations
 
@@ -16,125 +13,91 @@ from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Pu
 from diloco_worker.session import effects, events
 from diloco_worker.session.session import Session
 
-# Rejections that are a matter of course: who moves on from one tells of it.
+# Rejections that training handles without a warning here.
 EXPECTED = (Code.LATE, Code.STALE)
-# Effects that the training thread need not hear of.
+# Effects that the training thread does not receive.
 QUIET = (
-    effects.Send,
-    effects.SendChunk,
-    effects.Beat,
-    effects.BeginVersion,
-    effects.StoreChunk,
-    effects.NameFrozen,
+    *(effects.Send, effects.SendChunk, effects.Beat, effects.BeginVersion),
+    *(effects.StoreChunk, effects.NameFrozen),
 )
-# Effects that only the training thread, or people, hear of.
-TOLD = (
-    effects.Joined,
-    effects.JoinRefused,
-    effects.Told,
-    effects.Answered,
-    effects.Say,
-)
+# Effects for the training thread or the log alone.
+TOLD = (effects.Joined, effects.JoinRefused, effects.Told, effects.Answered, effects.Say)
 
 
 class Network(Protocol):
-    """The two connections to the broker, and what is known beside the session."""
+    """The two connections to the broker, and facts that the session lacks."""
 
     address: str
-    shortcut: str  # a Unix socket on this machine that chunks go through; empty where none do
+    shortcut: str  # the Unix socket that chunks go through; empty where there is none
 
     @property
     def progress(self) -> Heartbeat:
-        """How training stands; the session is filled in when it is sent."""
+        """The next heartbeat; its session is filled in on sending."""
 
     def now(self) -> float: ...
-
-    # To this one of the addresses.
-    def connect(self, place: int, /) -> None: ...
-
+    def connect(self, place: int, /) -> None: ...  # to this one of the addresses
     def disconnect(self) -> None: ...
-
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None: ...
-
-    def welcomed(self, epoch: str, /) -> object:
-        """The broker has taken this worker in."""
-
+    def welcomed(self, epoch: str, /) -> object: ...  # the broker accepted this worker
     def say(self, text: str, *, trouble: bool = False) -> None: ...
 
 
 class Inboxes(Protocol):
-    """Where what the session has to tell is left for who trains."""
+    """Takes the results of a session for the training thread."""
 
     def take_in(self, effect: effects.Effect, values: Any = None) -> None:
-        """`values` are those of a version that is delivered."""
+        """`values`: of a delivered version."""
 
 
 class Others(Protocol):
-    """The other processes of this worker, each of which has a lane."""
+    """The other processes of this worker, each with a data connection (lane)."""
 
     def open(
         self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
     ) -> None: ...
-
     def send(self, effect: effects.SendChunk) -> None: ...
-
-    # Lay out what they hold of the version that is given, or their model's own values.
-    def donate(self, push: Push) -> None: ...
-
+    def donate(self, push: Push) -> None: ...  # lay out their part of a seeding push
     def over(self, push_id: int) -> None: ...
 
 
 class Memory(Protocol):
     """The values of fragments: arriving, held, being sent."""
 
-    # Chunks of a version begin to arrive. What was assembled of another one is overwritten.
-    def begin(self, layout: FragmentLayout) -> None: ...
-
-    # Keep a chunk that has arrived.
+    def begin(self, layout: FragmentLayout) -> None: ...  # overwrites an unfinished version
     def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None: ...
-
-    # Keep one that is a difference from what is held, in codes of these lengths; returns the checksum of
-    # what comes of it, None where nothing is held.
     def follow(
         self, fragment: int, index: int, payload: Any, wire_dtype: str, parts: Sequence[int]
-    ) -> int | None: ...
+    ) -> int | None:
+        """Store a chunk that is a difference from the held version, in codes of these lengths.
 
-    # The version that was assembled is whole, and held from now on. Returns its values.
-    def finish(self, fragment: int) -> Any: ...
+        Returns the checksum of the result; None where no version is held.
+        """
 
-    # The values that are held; None where no copy is kept.
-    def held(self, fragment: int) -> Any: ...
+    def finish(self, fragment: int) -> Any: ...  # holds the assembled version; returns its values
+    def held(self, fragment: int) -> Any: ...  # None where no copy is kept
+    def forget(self) -> None: ...  # discards held versions
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+        """Lay out the held version for seeding. False where it takes long: `Prepared` follows."""
 
-    # Nothing is held any more.
-    def forget(self) -> None: ...
-
-    # Lay out what is held as a donation. False where that takes a while: `Prepared` comes later.
-    def prepare(self, push_id: int, layout: FragmentLayout) -> bool: ...
-
-    # Work out the tag of the model's own values of a fragment. `FrozenNamed` comes later.
-    def name(self, layout: FragmentLayout) -> None: ...
-
-    # The payload of a chunk to be sent.
-    def chunk(self, push_id: int, fragment: int, index: int) -> Any: ...
-
-    # This push is over.
+    def name(self, layout: FragmentLayout) -> None: ...  # `FrozenNamed` follows
+    def chunk(self, push_id: int, fragment: int, index: int) -> Any: ...  # the payload to be sent
     def drop(self, push_id: int) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
 class Executor:
-    """See the head of this module."""
+    """Feeds events to a session and executes its effects."""
 
     session: Session
     inbox: Inboxes
     network: Network
     memory: Memory
-    noticed: Callable[[effects.Effect], None] = lambda _: None  # told of each effect first
-    payload: Any = None  # of the chunk that the session is told of
+    noticed: Callable[[effects.Effect], None] = lambda _: None  # called before each effect
+    payload: Any = None  # of the received chunk
     others: Others | None = None  # None for a worker of one process
 
     def feed(self, event: events.Event) -> None:
-        """Let the session take in an event, and carry out what it asks for."""
+        """Feed an event to the session, and execute its effects."""
         for effect in self.session.handle(event, self.network.now()):
             self.noticed(effect)
             values = self._carry_out(effect)
@@ -143,7 +106,7 @@ class Executor:
                 self._say(effect)
 
     def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901, PLR0912  a case for each effect
-        """Returns the values of a version that is delivered."""
+        """Returns the values of a delivered version."""
         network, memory, others = self.network, self.memory, self.others
         match effect:
             case effects.Open(place):
@@ -197,7 +160,7 @@ class Executor:
         return None
 
     def _say(self, effect: effects.Effect) -> None:
-        """What people are to know."""
+        """Log an effect."""
         network = self.network
         match effect:
             case effects.Joined(welcome, again):

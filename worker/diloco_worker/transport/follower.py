@@ -1,8 +1,8 @@
-"""What the I/O thread of a follower feeds: it moves the chunks of this rank, and decides nothing.
+"""The part of a follower's I/O thread: it moves the chunks of this rank, and decides nothing.
 
-The session of the leader says what to send, and is told what has arrived; it also says when a version is
-complete. Credit for what arrives the follower gives back itself. A link drives it in the place of a
-session and its executor.
+The leader's session commands sends, is notified of arrivals, and knows when a version is complete.
+The follower returns credit for its chunks itself. A link runs it in place of a session and its
+executor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharesKnown(events.Event):
 
 @dataclass
 class _Arriving:
-    """This rank's share of the version of a fragment that arrives, or arrived last."""
+    """This rank's share of the newest version of a fragment."""
 
     version: VersionId
     missing: set[int]  # chunks
@@ -42,16 +42,16 @@ class _Arriving:
 
 @dataclass(eq=False, repr=False)
 class Follower:
-    """See the head of this module."""
+    """Handles the records of the leader and the chunks of the broker."""
 
     network: Network
     connect: Callable[[str, str], object]  # to the broker, by its address or a Unix socket
     buffers: FragmentBuffers
     leader: ranks.LeaderConnection
     phase: Phase = Phase.NEW
-    payload: Any = None  # of the chunk that it is fed
-    last: bytes = b""  # what the leader told at the end
-    uploads: set[int] = field(default_factory=set)  # push ids of donations that are wanted
+    payload: Any = None  # of the received chunk
+    last: bytes = b""  # the leader's last message
+    uploads: set[int] = field(default_factory=set)  # push ids of seeding pushes
     _terms: Terms | None = None
     _own: tuple[frozenset[int], ...] = ()  # by fragment, the chunks of this rank
     _token: bytes = b""  # of the leader's session
@@ -59,7 +59,7 @@ class Follower:
     _owed: int = 0  # credits not yet given back
     _arriving: dict[int, _Arriving] = field(default_factory=dict)  # by fragment
     _offered: dict[int, int] = field(default_factory=dict)  # by fragment, the last push id
-    # Of pushes that are not laid out yet.
+    # Chunks of pushes that are not laid out yet.
     _waiting: list[effects.SendChunk] = field(default_factory=list)
 
     @property
@@ -104,13 +104,13 @@ class Follower:
             case ranks.LeaderLeft(last):
                 self.last = self.last or last
                 self.phase = Phase.LEFT
-            # From the buffers, where a donation takes a while.
+            # From the buffers, after a long copy.
             case events.Prepared():
                 self._send_waiting()
             # From the broker.
             case events.Received(Chunk() as chunk) if self._is_open:
                 self._take(chunk)
-            case events.Received(message):  # to a rank it only says that the session is void
+            case events.Received(message):  # the session is void
                 self._break(
                     str(getattr(message, "text", "")) or f"The broker sent a {message.kind}."
                 )
@@ -139,7 +139,7 @@ class Follower:
         self._waiting.clear()
 
     def _break(self, reason: str) -> None:
-        """Once for a connection: the leader opens those of all ranks anew."""
+        """Report a broken connection once; the leader reopens those of all ranks."""
         if self._is_open:
             self._close()
             text = f"Process {self.leader.rank} of this worker: {reason}"
@@ -184,7 +184,7 @@ class Follower:
         if arriving is None or arriving.version != version:
             arriving = self._arriving[fragment] = _Arriving(version, set(self._own[fragment]))
             self.buffers.begin(self._part(fragment), version)
-        if arriving.missing:  # one that came before may be in another dtype
+        if arriving.missing:  # a repeated chunk may have another dtype
             if not self._store(chunk):
                 del self._arriving[fragment]
                 self.leader.send(events.Spoilt(fragment))
@@ -195,7 +195,7 @@ class Follower:
         self.leader.send(events.ArrivedElsewhere(chunk))
 
     def _store(self, chunk: Chunk) -> bool:
-        """Whether it could be decoded: a difference may be from another copy than the one held."""
+        """Whether the chunk was decoded: a difference may be from another copy than the one held."""
         assert self._terms is not None
         wire, fragment, index = self._terms.config.reply_dtype, chunk.fragment, chunk.index
         if chunk.delta_of is None:

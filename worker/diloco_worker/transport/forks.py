@@ -1,9 +1,9 @@
-"""A forked child, such as a data loader's, has no part in its parent's run and holds nothing of it.
+"""Keeps a forked child, such as a data loader's, out of its parent's run.
 
-The child inherits every descriptor, and a connection stays open until the last one who holds it closes
-it: if the parent dies by kill -9, the broker would see nothing until its heartbeats are missed. ZeroMQ
-must not be called on the parent's sockets in a child, so the descriptors of its connections are closed
-beneath it. (They, and all others, are closed on exec already.)
+The child inherits every descriptor, and a connection stays open until its last holder closes it: after
+a kill -9 of the parent the broker would notice nothing until heartbeats time out. ZeroMQ must not be
+called on the parent's sockets in a child, so the descriptors of its connections are closed beneath it.
+(All descriptors are closed on exec.)
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from zmq.utils.monitor import parse_monitor_message
 
 
 class Inherited(Protocol):
-    """What a child finds in its memory that is its parent's."""
+    """An object of the parent in a child's memory."""
 
     def leave_to_the_parent(self) -> None:
-        """Called in the child, where no thread but the one that forked exists."""
+        """Called in the child, where only the forking thread exists."""
 
 
 _ours: weakref.WeakSet[Inherited] = weakref.WeakSet()
-# ZeroMQ's descriptors of the connections that are up, and the inode of each, which tells it from a later
-# socket of the same number.
+# ZeroMQ's descriptors of open connections, with the inode of each: a later socket may have the same
+# number.
 _connections: dict[int, int] = {}
 
 
 def keep_from_children(thing: Inherited) -> None:
-    """Children that are forked from now on let go of this."""
+    """Call `leave_to_the_parent` of this in children that are forked from now on."""
     _ours.add(thing)
 
 
 def monitored(monitor: zmq.Socket[bytes]) -> Iterator[dict[str, Any]]:
-    """The events that a socket's monitor has seen since the last call.
-
-    A child closes the connections of each socket whose monitor is read here.
+    """The events of a socket's monitor since the last call. A child closes the connections of this
+    socket.
     """
     while monitor.poll(0):
         event: dict[str, Any] = dict(parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK)))
@@ -53,7 +52,7 @@ def monitored(monitor: zmq.Socket[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _inode_of(descriptor: int) -> int | None:
-    """The inode of an open socket; None where the descriptor is not one."""
+    """The inode of an open socket; None for other descriptors."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -71,5 +70,5 @@ def _leave_to_the_parent() -> None:
     _ours.clear()
 
 
-if hasattr(os, "register_at_fork"):  # where there is fork
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_the_parent)

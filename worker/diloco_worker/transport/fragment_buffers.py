@@ -1,10 +1,8 @@
-"""The vectors that the I/O thread has in its hands: deltas being sent, versions arriving, bases.
+"""The vectors of the I/O thread: deltas being sent, versions arriving, bases.
 
-A version is assembled in memory of its own. Once training stands on it, the memory of the base before
-it is room for the next version: two vectors a fragment take turns.
-
-A process that is a worker by itself has all chunks of a fragment, a rank of several those that it owns:
-its share, a layout of its own. Chunks are named by their index in the fragment, as on the wire.
+A version is assembled in its own memory. Once it is the base, the memory of the former base is reused
+for the next version: each fragment alternates between two vectors. A rank of several has its share of a
+fragment as a separate layout; chunks are named by their index in the fragment, as on the wire.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ T = TypeVar("T")
 def check_length(
     message: Message, payload: memoryview, layout: ModelLayout | None, config: RunConfig | None
 ) -> None:
-    """Raise ProtocolError when a chunk has not the length that its place in the model needs."""
+    """Raise ProtocolError for a chunk whose length does not fit its place in the model."""
     if not isinstance(message, Chunk) or layout is None or config is None:
         return
     spans = layout.all[message.fragment].spans if 0 <= message.fragment < len(layout.all) else ()
     if not 0 <= message.index < len(spans):
-        return  # the session says that there is no such chunk
+        return  # the session rejects it
     span = spans[message.index]
     if message.delta_of is not None:
         check_parts(message, payload, span, config.reply_dtype)
@@ -48,7 +46,7 @@ def check_length(
 
 
 def check_parts(message: Chunk, payload: memoryview, span: ChunkSpan, wire: str) -> None:
-    """Raise ProtocolError when a difference has not the lengths that its place needs."""
+    """Raise ProtocolError for a difference whose lengths do not fit its place."""
     parts = message.parts or ()
     least, most = least_bytes(span, wire), span_bytes(span, wire)
     fits = all(least <= size <= most for size in parts) and sum(parts) == payload.nbytes
@@ -64,33 +62,33 @@ Versions = dict[VersionId | None, FlatState]
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FragmentBuffers:
-    """See the head of this module, and `Memory` of `transport.executor`. Belongs to the I/O thread.
+    """The `Memory` of an executor or a follower. Belongs to the I/O thread.
 
-    A session knows which version it holds, and names none: the last one is held. Only a follower names
-    them. There the chunks of the next version may come before the leader says that the last is complete,
-    so every complete version is held until training stands on a later one.
+    A session knows which version it holds, and names none. A follower names them: chunks of the next
+    version may arrive before the leader says that the last is complete, so each complete version is
+    held until training uses a later one.
 
-    `states` are those that are held already, and room for later versions once training stands on others.
-    A fragment is copied in a thread of its own, one at a time, and only while it is not being trained.
+    `states` are held already. A fragment of the model is copied in a separate thread, one at a time,
+    and only while it is not trained.
     """
 
-    # Copies a fragment of the model to the host, for a broker that has no parameters.
+    # Copies a fragment of the model to the host, for seeding.
     capture: Callable[[FragmentLayout], FlatState] | None
-    # Called in that thread with the id of the push that it is for, and the copy or what went wrong.
+    # Called in the copying thread with the push id and the copy, or its error.
     copied: Callable[[int, Future[FlatState]], object]
-    # Works out the tag of frozen values of the model, for one that is not to fetch what it has.
+    # Computes the tag of the model's frozen values.
     tag_of: Callable[[FragmentLayout], int] | None
-    named: Callable[[Future[int]], object]  # called with it in that thread, as `copied`
+    named: Callable[[Future[int]], object]  # called with the tag in that thread
     pinned: bool  # whether to receive into pinned memory (the model is on a CUDA device)
     states: InitVar[Mapping[int, Versions]]  # by fragment
-    outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, what is being sent
-    # By fragment: what is being assembled, and room for the next time; what is complete, merged or not,
-    # the latest last; what training stands on.
+    outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, payloads being sent
+    # By fragment: the version being assembled, and reusable memory; complete versions, the latest last;
+    # the base.
     _assembly: dict[int, tuple[VersionId | None, FlatState]] = field(default_factory=dict)
     _spare: dict[int, FlatState] = field(default_factory=dict)
     _held: dict[int, Versions] = field(default_factory=dict)
     _bases: dict[int, FlatState] = field(default_factory=dict)
-    # By fragment, where it is shared: the share of this rank, and the index of each chunk in it.
+    # By fragment, in a group: the share of this rank, and the index of each chunk in it.
     _shares: tuple[FragmentLayout, ...] = ()
     _numbers: Sequence[Mapping[int, int]] = ()
     _copying: threading.Lock = field(default_factory=threading.Lock)
@@ -99,7 +97,7 @@ class FragmentBuffers:
         self._held |= states
 
     def share_out(self, owners: Owners, rank: int, shares: tuple[FragmentLayout, ...]) -> None:
-        """From here on only the chunks of this rank come and go, which are these shares."""
+        """From now on only the chunks of this rank come and go, which are these shares."""
         self._shares = shares
         own = [[index for index, owner in enumerate(each) if owner == rank] for each in owners]
         self._numbers = [{index: number for number, index in enumerate(each)} for each in own]
@@ -122,7 +120,7 @@ class FragmentBuffers:
         _, state = self._assembly[fragment]
         state.store(self._number(fragment, index), payload, wire_dtype)
 
-    def follow(  # noqa: PLR0917  of `Memory`, and what it is a difference from
+    def follow(  # noqa: PLR0917  of `Memory`, and the base
         self,
         fragment: int,
         index: int,
@@ -131,7 +129,7 @@ class FragmentBuffers:
         parts: Sequence[int],
         base: VersionId | None = None,
     ) -> int | None:
-        """The same of a difference from what is held; returns the checksum of what comes of it."""
+        """Decode a difference from the held version; returns the checksum of the result."""
         held = self.held(fragment, base)
         if held is None:
             return None
@@ -151,7 +149,7 @@ class FragmentBuffers:
         return bool(self._held.get(fragment))
 
     def share_of(self, fragment: int, version: VersionId) -> FlatState:
-        """The share of a complete version. Any thread may call; raises KeyError where it is not here."""
+        """The share of a complete version; KeyError where it is missing. Any thread may call."""
         is_empty = not self._shares[fragment].chunks
         return (
             FlatState.empty(self._shares[fragment]) if is_empty else self._held[fragment][version]
@@ -163,10 +161,11 @@ class FragmentBuffers:
     def set_base(
         self, fragment: int, state: FlatState | None, came_as: FlatState | None = None
     ) -> None:
-        """Training stands on this; the former base is room, unless it is held or being sent.
+        """Set the base of a fragment; the former one's memory is reused, unless it is held or being
+        sent.
 
-        With None no copy is kept of what is held: the model itself has it. Where `state` is a copy on
-        another device, what it `came_as` is let go. It is no room: somebody may have been given it.
+        With None no copy of the held version is kept: the model itself has it. Where `state` is a copy
+        on another device, what it `came_as` is released, not reused, since it may be shared.
         """
         if state is None:
             self._held.pop(fragment, None)
@@ -194,10 +193,9 @@ class FragmentBuffers:
     def prepare(
         self, push_id: int, layout: FragmentLayout, version: VersionId | None = None
     ) -> bool:
-        """Lay out a donation: what is held as it is, or else a copy of the model.
+        """Lay out a seeding push: the held version, else a copy of the model.
 
-        A large model takes long to copy, and heartbeats must go on meanwhile: returns False then, and
-        `copied` is called later. So it is with what is held on another device.
+        Returns False where it has to be copied, which takes long; `copied` is called later.
         """
         held = self.held(layout.fragment, version)
         if held is not None and held.device.type == "cpu":
@@ -209,7 +207,7 @@ class FragmentBuffers:
         return False
 
     def name(self, layout: FragmentLayout) -> None:
-        """Work out the tag of the model's own values; `named` is called later, as `copied`."""
+        """Compute the tag of the model's own values; `named` is called later."""
         assert self.tag_of is not None
         self._aside(self.tag_of, layout, self.named)
 
@@ -219,7 +217,7 @@ class FragmentBuffers:
         layout: FragmentLayout,
         done: Callable[[Future[T]], object],
     ) -> None:
-        """Read the model in a thread, one after the other."""
+        """Read the model in a thread, one at a time."""
         result: Future[T] = Future()
         result.add_done_callback(done)
 

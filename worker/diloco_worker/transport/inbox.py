@@ -1,4 +1,4 @@
-"""What a link tells the training thread."""
+"""The results of a link for the training thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
 from diloco_protocol.data.spans import Spans
-from diloco_protocol.messages import Notice, Progress, Released, Welcome
+from diloco_protocol.messages import Notice, Progress, Welcome
 from diloco_worker.session import effects
 from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.connection import Phase
@@ -18,15 +18,14 @@ from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Turn
 from diloco_worker.session.previous_life import SENT_BEFORE
 from diloco_worker.session.session import Session
 
-# Seconds after which a signal is looked at that came just before a wait began.
+# Seconds until a signal is handled that arrived just before a wait began.
 SIGNALS_WITHIN_S = 1.0
 
 
 class Inbox:
-    """See the head of this module.
+    """Attributes are to be read under `condition`, or where a short lag does no harm.
 
-    Attributes are to be read under `condition`, or where a moment's lag does no harm. Counters and
-    `last_heard` wake nobody who waits. `turns` are kept only where somebody `follows_rounds`.
+    Changes of counters and `last_heard` do not wake waiting threads. `follows_rounds`: keep `turns`.
     """
 
     def __init__(self, *, follows_rounds: bool = True) -> None:
@@ -37,35 +36,35 @@ class Inbox:
         self.last_heard: float | None = None
         self.reconnections = 0
         self.retries = 0
-        self.uploaded: frozenset[int] = frozenset()  # pushes whose chunks are all in at the broker
-        self.put_off: frozenset[int] = frozenset()  # pushes that the broker takes nothing of yet
-        # What the broker has said.
-        self.feed: str | None = None  # the address that it publishes on
-        # Index and count of this worker's share of the data, as the first welcome had them.
+        self.uploaded: frozenset[int] = frozenset()  # pushes of which the broker has all chunks
+        self.put_off: frozenset[int] = frozenset()  # pushes that the broker does not accept yet
+        # From the broker.
+        self.feed: str | None = None  # the address of its feed
+        # Index and count of this worker's share of the data, from the first welcome.
         self.shard: tuple[int, int] | None = None
-        self.refusal: Refused | None = None  # it refuses this worker
-        self.refused_for_good = False  # and did so at joining
+        self.refusal: Refused | None = None  # why it refuses this worker
+        self.refused_for_good = False  # at joining
         self.stopping: str | None = None  # why this worker should end
-        self.save_order = 0  # the number of the newest order to save
-        self.restarting: str | None = None  # it goes away to come back; None once it is back
-        self.sync_every: int | None = None  # H that it has worked out (Dynamic Local Updates)
-        self.run_progress = Progress()  # of the run, by the version that came last
-        self.run_loss: float | None = None  # mean of all workers, as told last
-        # What has come and waits to be taken.
-        self.arrivals: dict[int, Arrival] = {}  # whole versions, by fragment
-        self.rejections: dict[int, Rejection] = {}  # pushes that were dropped, by push id
-        # What concerns rounds, in the order in which it came.
+        self.save_order = 0  # the number of the newest request to save
+        self.restarting: str | None = None  # it announced a restart; None once it is back
+        self.sync_every: int | None = None  # its H for this worker (Dynamic Local Updates)
+        self.run_progress = Progress()  # of the run, with the newest version
+        self.run_loss: float | None = None  # the newest mean of all workers
+        # Waiting to be taken.
+        self.arrivals: dict[int, Arrival] = {}  # complete versions, by fragment
+        self.rejections: dict[int, Rejection] = {}  # dropped pushes, by push id
+        # Messages about rounds, in the order of arrival.
         self.turns: deque[Turning] = deque(maxlen=None if follows_rounds else 0)
         self.results: dict[int, effects.Answered] = {}  # answers to control actions, by request
-        # By data set, units that are to be trained on no more, though samples of them may come.
+        # By data set, units that must not be trained on any more, though samples of them may come.
         self.dropped_units: Mapping[str, Spans] = {}
-        # How the link does.
+        # Of the link.
         self.bytes_up = 0
         self.bytes_down = 0
         self.last_error: str | None = None  # the last thing that went wrong, a sentence
-        self.has_forgotten = False  # the checkpoint does not fit the run: nothing of it is held
-        self.has_ended = False  # the I/O thread is gone, for whatever reason
-        self.is_news = False  # something has happened since the last `publish`
+        self.has_forgotten = False  # the checkpoint did not fit the run, and was discarded
+        self.has_ended = False  # the I/O thread is gone
+        self.is_news = False  # something happened since the last `publish`
 
     # For the training thread.
 
@@ -79,16 +78,16 @@ class Inbox:
 
     @property
     def has_news(self) -> bool:
-        """Something is in `arrivals` or `rejections`; cheap to look at."""
+        """Whether `arrivals` or `rejections` has something; cheap."""
         return bool(self.arrivals or self.rejections)
 
     def take(self, fragment: int) -> Arrival | None:
-        """The whole version of a fragment that has arrived, once."""
+        """Take the complete version of a fragment that has arrived."""
         with self.condition:
             return self.arrivals.pop(fragment, None)
 
     def take_all(self) -> dict[int, Arrival] | None:
-        """By fragment, a complete version of each, once; None while one is missing."""
+        """Take a complete version of each fragment; None while one is missing."""
         with self.condition:
             layout, arrivals = self.layout, self.arrivals
             if layout is None or any(p.fragment not in arrivals for p in layout.all if p.chunks):
@@ -97,7 +96,7 @@ class Inbox:
             return arrivals
 
     def take_news(self) -> News:
-        """All that has come since the last look, at one moment."""
+        """Take all that arrived since the last call."""
         with self.condition:
             news = News(tuple(self.turns), dict(self.arrivals), dict(self.rejections))
             self.turns.clear()
@@ -106,7 +105,7 @@ class Inbox:
             return news
 
     def state(self, silence: float | None) -> LinkState:
-        """How things stand now, as far as it is known here."""
+        """The state of the link, as far as it is known here."""
         assert self.config is not None
         return LinkState(
             config=self.config,
@@ -128,10 +127,9 @@ class Inbox:
             return self.rejections.pop(push_id, None)
 
     def wait_for(self, what: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `what` is true, or the thread has ended, at most `timeout` seconds.
+        """Wait until `what` is true or the I/O thread has ended, at most `timeout` seconds.
 
-        A signal that comes just before the waiting begins does not end it: Python looks at it when the
-        waiting is over. So it waits a second at a time.
+        It waits a second at a time, since a signal that arrives just before a wait does not end it.
         """
         until = time.monotonic() + timeout
         with self.condition:
@@ -147,14 +145,11 @@ class Inbox:
     def take_in(  # noqa: C901  a case for each effect
         self, effect: effects.Effect, values: Any = None
     ) -> None:
-        """What the session asks for concerns the training thread, or may.
-
-        `values` are those of a version that is delivered, as the shell keeps them, if it keeps a copy.
-        """
+        """Take in an effect. `values`: of a delivered version, where a copy of them is kept."""
         with self.condition:
             self.is_news = True
             match effect:
-                case effects.Joined(welcome):  # what was told before has no meaning any more
+                case effects.Joined(welcome):  # voids earlier notices
                     self.refusal = self.stopping = self.restarting = None
                     self.feed = welcome.feed
                     self.shard = self.shard or _shard(welcome)
@@ -180,12 +175,15 @@ class Inbox:
                     self.restarting = text
                 case effects.Told(Notice("save_all", round=number)):
                     self.save_order = number
-                case effects.Told(message):  # a grant, or that a push is carried
+                case effects.Told(message):  # a grant, or a deferred push
                     self.turns.append(message)
 
     def _deliver(self, effect: effects.Deliver, values: Any) -> None:
         released = effect.released
-        self._learn(released)
+        if released.progress is not None:
+            self.run_progress = released.progress
+        if released.loss is not None:
+            self.run_loss = released.loss
         arrival = Arrival(
             released,
             frozenset(() if effect.counted is None else (effect.counted,)),
@@ -196,17 +194,10 @@ class Inbox:
         self.arrivals[released.fragment] = arrival.after(self.arrivals.get(released.fragment))
         self.turns.append(released)
 
-    def _learn(self, released: Released) -> None:
-        if released.progress is not None:
-            self.run_progress = released.progress
-        if released.loss is not None:
-            self.run_loss = released.loss
-
     def publish(self, session: Session) -> None:
-        """Let the training thread see how things stand now, and wake it up where that is news.
+        """Publish the state of the session, and wake waiting threads where that is news.
 
-        Not for each chunk that comes or goes: while training waits for a version, it would wake up a
-        thousand times to find nothing, and the I/O thread would wait for Python's lock as often.
+        Not for each chunk: a thread that waits for a version would wake a thousand times in vain.
         """
         connection = session.connection
         self.last_heard, self.retries = connection.last_heard, session.uploads.retries

@@ -1,11 +1,9 @@
-"""What the training thread calls to take part in a run, and the one thread that owns its sockets.
+"""The link of a worker to its broker: what the training thread calls, and the thread of the sockets.
 
-The thread feeds the session and carries out its effects. A worker of several processes has a session in
-its leader alone; in the others the thread feeds a follower, which does as the leader says. What another
-thread wants of it is left as a call, which it makes between two looks at the sockets; what comes back is
-read from the link as from an inbox. Nothing that goes wrong in here reaches the training thread as an
-exception, and nothing makes it wait without an end: `has_ended` says that the thread is gone, for
-whatever reason.
+The I/O thread feeds the session and executes its effects. In a worker of several processes the leader
+alone has a session; in the others the thread feeds a follower. Other threads queue calls, which the I/O
+thread makes between two polls of the sockets, and read its results from the link as an inbox. No
+exception in here reaches the training thread: `has_ended` says that the I/O thread is gone.
 """
 
 from __future__ import annotations
@@ -46,24 +44,24 @@ from diloco_worker.transport.inbox import Inbox
 
 logger = logging.getLogger("diloco.worker")
 
-# Longest sleep of the thread; everything that matters wakes it earlier.
+# Longest sleep of the thread; events wake it earlier.
 LONGEST_POLL_S = 5.0
-# Pause after an unexpected exception: twice as long after each that follows within `FAILURES_APART_S`.
+# Pause after an unexpected exception, doubled for each that follows within `FAILURES_APART_S`.
 FAILURE_PAUSE_S = 0.5
 LONGEST_FAILURE_PAUSE_S = 30.0
 FAILURES_APART_S = 120.0
-# Unexpected exceptions while the link is closed, after which it ends without leaving the run.
+# Unexpected exceptions during closing, after which the thread ends without a `leave`.
 FAILURES_AT_THE_END = 3
 
 
 class Link(Inbox, BrokerConnection):
-    """See the head of this module. `start` it once, `close` it once.
+    """`start` it once, `close` it once. Only the I/O thread uses the session from now on.
 
-    Only the I/O thread touches the session from now on. It calls `welcomed` with the broker's epoch,
-    whenever it takes this worker in. `capture`, `tag_of`, `pinned` and `states` are those of
-    `FragmentBuffers`, `follows_rounds` is that of `Inbox`. By its `keys` it proves itself where the
-    broker asks for it. `others` leads to the other processes of the worker: from a follower, which has
-    no session, to its leader.
+    Args:
+        session: None for a follower, whose `others` is the connection to its leader.
+        capture, tag_of, pinned, states: those of `FragmentBuffers`.
+        welcomed: called with the broker's epoch at each welcome.
+        follows_rounds: that of `Inbox`.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Link(Inbox, BrokerConnection):
     ) -> None:
         BrokerConnection.__init__(self, address, keys)
         Inbox.__init__(self, follows_rounds=follows_rounds)
-        self.progress = Heartbeat(b"", 0)  # how training stands, for the next heartbeat
+        self.progress = Heartbeat(b"", 0)  # the next heartbeat
         self.welcomed = welcomed
         self.buffers = FragmentBuffers(
             capture=capture,
@@ -94,7 +92,6 @@ class Link(Inbox, BrokerConnection):
         )
         self._encoders: ThreadPoolExecutor | None = None
         self._others = others
-        self._followers = others if isinstance(others, Followers) else None
         if isinstance(others, LeaderConnection):
             self.executor = self.session = Follower(self, self.connect_bulk, self.buffers, others)
         else:
@@ -106,29 +103,26 @@ class Link(Inbox, BrokerConnection):
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._main, name="diloco-link", daemon=True)
-        self._offered: dict[int, int] = {}  # by fragment; the last push id
-        self._failures = 0  # unexpected exceptions, one soon after the other
+        self._offered: dict[int, int] = {}  # by fragment, the last push id
+        self._failures = 0  # unexpected exceptions in quick succession
         self._failed_at = -math.inf
-        self._failure: str | None = None  # why the connections are to be made anew, a sentence
+        self._failure: str | None = None  # why to reconnect, a sentence
         self._is_closing = threading.Event()
         keep_from_children(self)
 
     # For other threads.
 
     def start(self, tensor_threads: int = 1) -> None:
-        """Start the I/O thread and the threads that encode deltas in few bits, itself among them."""
+        """Start the I/O thread, and the others of the threads that encode quantized deltas."""
         self._encoders = thread_pool(tensor_threads - 1)
         self._thread.start()
 
     def tell(self, event: events.Event) -> None:
-        """Let the session take in an event: a version is requested, for instance.
-
-        A follower takes in what concerns itself. Raises UsageError for what only the leader may ask for.
-        """
+        """Queue an event for the session; raises UsageError for one that only the leader may send."""
         if isinstance(event, events.TakeUnits) and self.session is self.executor:
             raise UsageError(
-                "Units of a work queue are handed to the first process of a worker; take them there, "
-                "and give them to the others with torch.distributed."
+                "The first process of a worker takes the units of a work queue; give them to the others "
+                "with torch.distributed."
             )
         self._call(self.executor.feed, event)
 
@@ -139,14 +133,11 @@ class Link(Inbox, BrokerConnection):
     def set_base(
         self, fragment: int, state: FlatState | None, came_as: FlatState | None = None
     ) -> None:
-        """Training stands on these values from now on; see `FragmentBuffers`."""
+        """See `FragmentBuffers.set_base`."""
         self._call(self.buffers.set_base, fragment, state, came_as)
 
     def share_out(self, owners: Owners, rank: int, shares: tuple[FragmentLayout, ...]) -> None:
-        """The chunks that each rank of this worker owns, and those of this one.
-
-        A follower knows the terms of the run by now, from its leader.
-        """
+        """Set which rank owns each chunk. A follower has the terms from its leader by now."""
         self._call(self.buffers.share_out, owners, rank, shares)
         if isinstance(self.session, Follower):
             assert self.terms is not None
@@ -156,25 +147,25 @@ class Link(Inbox, BrokerConnection):
 
     @property
     def last_of_leader(self) -> bytes:
-        """What the leader told this follower when it left; empty where it has not."""
+        """The leader's last message to this follower; empty before."""
         return self.session.last if isinstance(self.session, Follower) else b""
 
-    def say_at_the_end(self, word: bytes) -> None:
-        """What the followers of this leader are to know when it has left."""
-        if self._followers is not None:
-            self._followers.last = word
+    def set_last(self, message: bytes) -> None:
+        """Set the leader's last message, which is sent to the followers on closing."""
+        if isinstance(self._others, Followers):
+            self._others.last = message
 
     @property
     def lost_process(self) -> str | None:
-        """Which process of this worker is gone, a sentence; None while all are there."""
-        return self._followers.lost if self._followers is not None else None
+        """A sentence once a process of this worker is gone; known to the leader."""
+        return self._others.lost if isinstance(self._others, Followers) else None
 
     def withdraw(self, request: int) -> None:
-        """Nobody waits for the answer to this control action any more."""
+        """Discard the answer to this control action."""
         self._call(self._withdraw, request)
 
     def described(self, asked_to_stop: str | None = None) -> LinkState:
-        """How things stand now; why this process is asked to stop is handed in."""
+        """The state of the link now. `asked_to_stop`: why this process is about to end."""
         return replace(
             self.state(None if self.last_heard is None else self.now() - self.last_heard),
             asked_to_stop=asked_to_stop,
@@ -184,28 +175,28 @@ class Link(Inbox, BrokerConnection):
 
     @property
     def waits_for_address(self) -> str | None:
-        """What is waited for where it is not known yet where the broker is; ends a sentence."""
+        """What provides the broker's address while it is unknown; ends a sentence."""
         return self._where.advice if self._where.address is None else None
 
     def describe(self) -> str:
-        """What the link is at, as the end of a sentence."""
+        """What the link is doing, as the end of a sentence."""
         match self.phase:
             case Phase.NEW | Phase.CONNECTING | Phase.AWAY:
-                away = ", which restarts" if self.restarting else ""
-                problem = self._where.problem
+                away = " (it announced a restart)" if self.restarting else ""
                 where = self._where.names(self.address)
-                return self.refused_key or problem or f"no broker answers at {where}{away}"
+                unreachable = f"no broker answers at {where}{away}"
+                return self.refused_key or self._where.problem or unreachable
             case Phase.JOINING:
                 return self.last_error or "the broker has not answered the join"
             case Phase.JOINED:
-                return "the broker is there"
+                return "the broker is connected"
             case Phase.REFUSED:
                 return str(self.refusal)
             case Phase.LEFT:
                 return "this worker has left"
 
     def close(self, reason: str = "", patience: float = 5.0) -> None:
-        """Tell the broker, close the sockets, end the thread: within `patience` seconds."""
+        """Send `leave`, close the sockets and end the thread, within `patience` seconds."""
         self.tell(events.Depart(reason))
         self._is_closing.set()
         if self._thread.is_alive():
@@ -218,14 +209,12 @@ class Link(Inbox, BrokerConnection):
             logger.error("The link to %s did not end within %g s.", self.address, patience)
 
     def wake(self) -> None:
-        """Let the thread take a turn, which wakes up those in `wait_for`. Takes no lock: for signal
-        handlers too."""
-        # Full: it will wake up anyway. Closed: nobody is there to wake up.
-        with contextlib.suppress(OSError):
+        """Wake the I/O thread, and with it those in `wait_for`. Takes no lock, for signal handlers."""
+        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
             self._wake_writer.send(b"\0")
 
     def leave_to_the_parent(self) -> None:
-        """In a forked child: this link has ended."""
+        """In a forked child, end this link."""
         self._connections = None
         for wire in self.buffers.outgoing.values():
             if isinstance(wire, InFewBits):
@@ -233,14 +222,14 @@ class Link(Inbox, BrokerConnection):
         self._close_wake_ups()
         self.condition = threading.Condition()  # the thread may have held the other one
         self.has_ended = True
-        self.last_error = "This process was forked from the worker's; only that one is in the run."
+        self.last_error = "This process was forked from the worker's, which alone is in the run."
 
     def _close_wake_ups(self) -> None:
         self._wake_reader.close()
         self._wake_writer.close()
 
     def _call(self, action: Callable[..., object], *args: Any) -> None:
-        """Have this done in the thread."""
+        """Queue a call for the I/O thread."""
         self._calls.append(partial(action, *args))
         self.wake()
 
@@ -249,32 +238,32 @@ class Link(Inbox, BrokerConnection):
     def _offer(self, push: Push, wire: FlatState) -> None:
         former = self._offered.get(push.fragment)
         if former == push.push_id:
-            return  # offered again by who was interrupted behind the first time
+            return  # offered again after an interrupt
         self.buffers.outgoing[push.push_id] = wire
         encoders = None if self._is_closing.is_set() else self._encoders
         if encoders is not None and isinstance(wire, InFewBits):
             wire.encode_ahead(encoders)
         self.executor.feed(events.Offer(push))
         self._offered[push.fragment] = push.push_id
-        self.take_rejection(former or 0)  # nobody asks for it any more
+        self.take_rejection(former or 0)  # obsolete
 
     def _donate(self, push_id: int, copied: Future[FlatState]) -> None:
-        """The model has been copied, to be donated."""
-        if push_id in self.session.uploads:  # else nobody wants it any more
+        """The model was copied for seeding."""
+        if push_id in self.session.uploads:  # else it is obsolete
             self.buffers.outgoing[push_id] = copied.result()
             self.executor.feed(events.Prepared(push_id))
 
     def _named(self, tag: Future[int]) -> None:
-        """What the model's own frozen parameters are called."""
+        """The tag of the model's own frozen parameters is known."""
         error = tag.exception()
         if error is not None:
-            text = f"The frozen parameters here cannot be read ({error!r:.200}): the run's are fetched."
+            text = f"The model's frozen parameters cannot be read ({error!r:.200}); fetching the run's."
             self.say(text, trouble=True)
         self.executor.feed(events.FrozenNamed(None if error else tag.result()))
 
     def _withdraw(self, request: int) -> None:
         self.executor.feed(events.Withdraw(request))
-        with self.condition:  # it may have been answered meanwhile
+        with self.condition:  # it may have been answered
             self.results.pop(request, None)
 
     # The thread.
@@ -289,12 +278,9 @@ class Link(Inbox, BrokerConnection):
             start = events.Start(self._where.count)
             self._calls.appendleft(partial(self.executor.feed, start))
             self.wake()
-            failures_at_the_end = 0
-            while (
-                self.session.phase is not Phase.LEFT and failures_at_the_end < FAILURES_AT_THE_END
-            ):
-                is_well = self._guarded_turn()
-                failures_at_the_end += self._is_closing.is_set() and not is_well
+            failures_left = FAILURES_AT_THE_END
+            while self.session.phase is not Phase.LEFT and failures_left:
+                failures_left -= not self._guarded_turn() and self._is_closing.is_set()
         except Exception as error:
             logger.exception("The link to %s has failed; training goes on alone.", self.address)
             self.last_error = f"The link has failed: {error!r}"
@@ -309,46 +295,35 @@ class Link(Inbox, BrokerConnection):
                 self.end()
 
     def _guarded_turn(self) -> bool:
-        """One turn; False where it has failed.
+        """One turn; False where it failed.
 
-        An unexpected exception costs the connections, never the thread: training would go on alone for
-        the rest of its life.
+        An unexpected exception costs the connections, not the thread: training would go on alone.
         """
         try:
-            self._restart_after_failure()
+            if self._failure is not None:
+                self.executor.feed(events.Disconnected(self._failure))
+                self._failure = None
+                self._publish()
             self._turn()
             self._publish()
+            return True
         except Exception as error:  # noqa: BLE001  whatever it is
-            pause = self._failed(error)
-            with contextlib.suppress(Exception):  # else it is tried again after the pause
-                self._restart_after_failure()
-            self._is_closing.wait(pause)
+            self._is_closing.wait(self._failed(error))
             return False
-        return True
 
     def _failed(self, error: Exception) -> float:
-        """Log an unexpected exception. Returns how many seconds to pause."""
+        """Log an unexpected exception. Returns the seconds to pause."""
         now = self.now()
-        if now - self._failed_at > FAILURES_APART_S:
-            self._failures = 0
-        self._failed_at = now
-        pause = min(FAILURE_PAUSE_S * (1 << self._failures), LONGEST_FAILURE_PAUSE_S)
-        self._failures = min(self._failures + 1, 20)
+        is_next = now - self._failed_at <= FAILURES_APART_S
+        self._failures, self._failed_at = (self._failures + 1 if is_next else 0), now
+        pause: float = min(
+            FAILURE_PAUSE_S * 2.0 ** min(self._failures, 16), LONGEST_FAILURE_PAUSE_S
+        )
         self._failure = self.last_error = f"Unexpected error in the link: {error!r:.300}."
         if self.said.is_due(self._failure, now):
-            logger.error(
-                "Unexpected error in the link to %s; it starts again in %g s.",
-                self.address,
-                pause,
-                exc_info=error,
-            )
+            text = "Unexpected error in the link to %s; retrying in %g s."
+            logger.error(text, self.address, pause, exc_info=error)
         return pause
-
-    def _restart_after_failure(self) -> None:
-        if self._failure is not None:
-            self.executor.feed(events.Disconnected(self._failure))
-            self._failure = None
-            self._publish()
 
     def _publish(self) -> None:
         if isinstance(self.session, Session):
@@ -363,22 +338,22 @@ class Link(Inbox, BrokerConnection):
             with contextlib.suppress(BlockingIOError):
                 while self._wake_reader.recv(4096):
                     pass
-            self.is_news = True  # for who waits, whatever it was
+            self.is_news = True  # wakes waiting threads
         while self._calls and self.session.phase is not Phase.LEFT:
             self._calls.popleft()()
         self.receive(ready)
         if self._others is not None and (
             self._others.socket in ready or self._others.monitor in ready
         ):
-            record: Any  # what a session is fed, or a follower
+            record: Any  # for a session or a follower
             for record in self._others.receive():
                 self.executor.feed(record)
-            self.is_news |= self._others.monitor in ready  # one of them may be gone
+            self.is_news |= self._others.monitor in ready  # a process may be gone
         self._count_others()
         self.executor.feed(events.Tick())
 
     def _count_others(self) -> None:
-        """The leader counts what its followers have sent and received."""
+        """The leader counts the bytes of its followers."""
         others = self._others
         if isinstance(others, Followers):
             self.bytes_up += others.bytes_up
@@ -389,6 +364,6 @@ class Link(Inbox, BrokerConnection):
             self.bytes_up = self.bytes_down = 0
 
     def disconnect(self, linger_ms: int = 0) -> None:
-        if self._followers is not None:
-            self._followers.close_all()
+        if isinstance(self._others, Followers):
+            self._others.close_all()
         super().disconnect(linger_ms)

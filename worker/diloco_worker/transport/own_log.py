@@ -1,8 +1,8 @@
-"""What a worker prints where the application has configured no logging: joining, rounds, warnings.
+"""Prints the worker's log lines where the application has configured no logging.
 
-`logging` itself would print warnings only. A handler of ours prints the lines at level info too, on
-stderr, until the application has a handler of its own; from then on ours prints nothing. DILOCO_LOG is
-the level of the worker's logger in either case.
+`logging` itself would print warnings only. Our handler prints lines from level info on stderr, until
+the application has its own handler. DILOCO_LOG sets the level of the worker's logger in both
+cases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEVELS = {
 
 
 def asked_level(environ: Mapping[str, str] | None = None) -> int | None:
-    """The level that DILOCO_LOG names; None where it is not set. Raises UsageError."""
+    """The level in DILOCO_LOG; None where it is not set. Raises UsageError."""
     text = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
     if not text:
         return None
@@ -37,17 +37,17 @@ def asked_level(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 class _OwnHandler(logging.Handler):
-    """Prints on stderr as it is now, which may be another than at first."""
+    """Prints to the current stderr."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.level_after = logging.NOTSET  # of the logger, once the application handles its records
+        self.level_after = logging.NOTSET  # of the logger, once the application has handlers
         self.setFormatter(logging.Formatter("%(asctime)s diloco: %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # noqa: BLE001  as every handler of `logging` does
+        except Exception:  # noqa: BLE001  as handlers of `logging` do
             self.handleError(record)
 
 
@@ -55,7 +55,7 @@ _handler = _OwnHandler()
 
 
 def _stands_back(record: logging.LogRecord) -> bool:
-    """A filter of the logger: once the application handles its records, the level is its own again."""
+    """A filter of the logger: removes our handler and its level once the application has handlers."""
     if _has_other_handlers():
         logger.removeHandler(_handler)
         logger.removeFilter(_stands_back)
@@ -74,10 +74,8 @@ def _has_other_handlers() -> bool:
 
 
 def speak(*, leads: bool = True) -> None:
-    """Let this worker's log be seen.
-
-    Args:
-        leads: False for the other processes of a worker: they only print warnings.
+    """Print this worker's log. `leads`: False for the other processes of a worker, which print only
+    warnings.
     """
     asked = asked_level()
     level = logging.INFO if asked is None else asked

@@ -1,15 +1,13 @@
 """SIGTERM and Ctrl-C while a worker is in a run: the script ends in order, and the broker is told.
 
-After SIGTERM `should_stop` is True, and a script that looks at it ends its loop by itself. One that
-makes another step although it could have looked is ended: the step raises SystemExit, as Ctrl-C raises
-KeyboardInterrupt, so that the `with` is left. While the worker joins or leaves, and with `at_once`,
-SIGTERM raises it in the main thread wherever that is. A second SIGTERM does what the first would have
-done without us: it ends the process at once. Not so an echo of the first: systemd sends SIGTERM to each
-process of a service, and `diloco-worker run` gives its own on.
+After SIGTERM `should_stop` is True, so a script that reads it ends its loop. One that makes another
+step although it could have read it gets SystemExit from that step. While the worker joins or leaves,
+and with `at_once`, SIGTERM raises SystemExit in the main thread at once. A second SIGTERM ends the
+process, but not an echo of the first: systemd sends SIGTERM to each process of a service, and
+`diloco-worker run` forwards its own.
 
-Neither signal breaks off what the worker is doing between two steps: it comes behind it, or at once
-while the worker only waits. So a loop that goes on after Ctrl-C, as in a notebook, goes on with a whole
-model.
+Neither signal interrupts a change of the model between two steps: it takes effect after it, or at once
+while the worker only waits. So a notebook that goes on after Ctrl-C has a consistent model.
 """
 
 from __future__ import annotations
@@ -25,18 +23,18 @@ from types import FrameType
 
 logger = logging.getLogger("diloco.worker")
 
-# What a shell says of a process that SIGTERM has ended: 128 + 15.
+# What a shell reports for a process that SIGTERM ended: 128 + 15.
 EXIT_CODE = 128 + signal.SIGTERM
-# Seconds within which a second SIGTERM is the first one, sent to the process twice.
+# Seconds within which a second SIGTERM is an echo of the first.
 ECHO_S = 1.0
 
 
 class Termination:
-    """Handles SIGTERM between `install` and `restore`, unless the script has a handler of its own.
+    """Handles SIGTERM between `install` and `restore`, unless the script has its own handler.
 
     Args:
-        wake: ends a wait of the main thread. It is called in the handler, so it must take no lock.
-        at_once: end the script in mid-step, too.
+        wake: ends a wait of the main thread. Called in the handler, so it must take no lock.
+        at_once: end the script within a step, too.
     """
 
     def __init__(
@@ -50,15 +48,15 @@ class Termination:
         self._asked_at = 0.0
         self._clock = clock
         self._ends_at_once = at_once
-        self.is_training = False  # the script steps, and can look at `should_stop` after each
-        self._could_look = False  # a step has ended with `should_stop`
+        self.is_training = False  # the script steps, and can read `should_stop` after each step
+        self._could_look = False  # a step ended with `should_stop`
         self._is_told = False
         self._holds = 0
         self._waits = 0
         self._holds_interrupts = False
         self._is_interrupted = False
         self._wake = wake
-        self._pid: int | None = None  # of the process whose signal is taken
+        self._pid: int | None = None  # of the process that handles it
 
     @property
     def reason(self) -> str | None:
@@ -66,15 +64,14 @@ class Termination:
         return "SIGTERM asks this process to end" if self.is_asked else None
 
     def tell(self) -> None:
-        """Log once that SIGTERM was received. The handler cannot: the log may be locked."""
+        """Log SIGTERM once. The handler cannot: the log may be locked."""
         if self.is_asked and not self._is_told:
             self._is_told = True
             logger.warning("Received SIGTERM; leaving the run.")
 
     def step_ended(self) -> None:
-        """A step has ended after a process of this worker received SIGTERM, as all of them know.
-
-        Raises SystemExit behind the second of such steps.
+        """A step ended after a process of this worker received SIGTERM; SystemExit after the second
+        one.
         """
         self.tell()
         if self._could_look and self._pid is not None:
@@ -82,7 +79,7 @@ class Termination:
         self._could_look = True
 
     def install(self) -> None:
-        """Handle SIGTERM from here on: in the main thread, where its handler is the default one."""
+        """Handle SIGTERM from now on: in the main thread, where its handler is the default one."""
         is_main = threading.current_thread() is threading.main_thread()
         self._holds_interrupts = is_main
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -90,16 +87,16 @@ class Termination:
             signal.signal(signal.SIGTERM, self._handle)
 
     def restore(self) -> None:
-        """Handle it no longer; a handler that the script has installed meanwhile stays."""
+        """Stop handling it; a handler that the script installed since stays."""
         if self._pid is not None and signal.getsignal(signal.SIGTERM) == self._handle:
-            # Another thread than the main one cannot: then the handler does what is the default.
+            # Only the main thread can; else the handler does what the default would.
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._pid = None
         self._holds_interrupts = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A forked child, such as one of a data loader, has inherited this handler.
+        # A forked child, such as a data loader's, inherits this handler.
         is_ours, now = os.getpid() == self._pid, self._clock()
         if is_ours and self.is_asked and now - self._asked_at < ECHO_S:
             return
@@ -115,10 +112,8 @@ class Termination:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """In here SIGTERM and Ctrl-C only ask; the script ends behind it. A second Ctrl-C ends it here.
-
-        Ctrl-C is taken in here only, and where it raises KeyboardInterrupt: notebooks set that anew for
-        each cell.
+        """Defer SIGTERM and Ctrl-C to the end of this block; a second Ctrl-C is not deferred. Ctrl-C is
+        handled in here only, since notebooks set its handler for each cell.
         """
         takes = (
             self._holds_interrupts
@@ -141,7 +136,7 @@ class Termination:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """In here, inside `held`, Ctrl-C ends the waiting at once: nothing is being changed."""
+        """Within `held`, let Ctrl-C end a wait at once: nothing is being changed."""
         self._waits += 1
         try:
             self._raise_interrupt()

@@ -1,10 +1,8 @@
-"""Our own errors that end a script are printed without the frames of libraries.
+"""Prints our uncaught errors without the frames of libraries.
 
-A sentence says what to do; twenty lines of our code above it hide the one line of the script that
-matters. The exception is changed only when nothing has caught it and Python is about to print it, so
-notebooks, debuggers and test runners see it whole. DILOCO_LOG=debug leaves it whole for all.
-
-A `UsageError` ends the script with exit code 2, so that a launcher does not start it again in vain.
+The exception is changed only when Python is about to print it, so notebooks, debuggers and test runners
+see it whole; so does everyone with DILOCO_LOG=debug. A `UsageError` ends the script with exit code 2,
+so that a launcher does not restart it in vain.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import ParamSpec, TypeVar
 import diloco_protocol
 from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
-from diloco_worker.session.restarts import WRONG_USAGE
+from diloco_worker.launching import WRONG_USAGE
 from diloco_worker.transport.own_log import asked_level
 
 # Names, and folders: a module that `python -m` runs is named `__main__`.
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 
 def shortens_uncaught(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a call of this function `install` first."""
+    """Call `install` before this function."""
 
     @wraps(function)
     def installing(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -48,7 +46,7 @@ def shortens_uncaught(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def install() -> None:
-    """Print our own uncaught errors without library frames; what printed them before prints them."""
+    """Print our own uncaught errors without library frames, through the previous hook."""
     previous = sys.excepthook
     if getattr(previous, "is_of_diloco", False):
         return
@@ -61,7 +59,7 @@ def install() -> None:
             error.__suppress_context__, error.__cause__ = True, None
             error.__traceback__ = trace
         previous(kind, error, trace)
-        # Not where somebody who has caught it has it printed.
+        # Not where it was caught and is only printed.
         if isinstance(error, UsageError) and sys.exc_info()[0] is None:
             raise SystemExit(WRONG_USAGE)
 
@@ -77,7 +75,7 @@ def _wants_all() -> bool:
 
 
 def of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of a traceback that are neither ours nor of another library."""
+    """The frames of a traceback that belong neither to us nor to another library."""
     kept: list[TracebackType] = []
     while trace is not None:
         if not _is_of_library(trace):

@@ -1,7 +1,7 @@
-"""What the model of a worker of several processes consists of: all of them say what they have.
+"""The manifest of a model that several processes have together.
 
-The manifest is that of the whole model, as one process would have it, so that workers of any kind can be
-in the same run. All processes come to the same one, or raise the same UsageError.
+It is that of the whole model, as one process would have it, so that workers of any kind can share a
+run. All processes get the same one, or raise the same UsageError.
 """
 
 from __future__ import annotations
@@ -22,28 +22,25 @@ from diloco_worker.model.spread.ranks import Ranks
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all processes know alike."""
+    """What all processes know."""
 
     manifest: Manifest  # of the whole model
     blocks: Mapping[str, tuple[Block | None, ...]]  # by name, what each process has of it
-    # By name, under which names this process has the tensor: of tied ones several may be.
+    # By name, the names under which this process has the tensor: several where it is tied.
     names: Mapping[str, tuple[str, ...]]
 
 
 def agree(
-    ranks: Ranks,
-    mine: Manifest,
-    live: Mapping[str, Tensor],
-    tied: Sequence[Sequence[str]] = (),
+    ranks: Ranks, mine: Manifest, live: Mapping[str, Tensor], tied: Sequence[Sequence[str]] = ()
 ) -> Agreement:
-    """Tell what this process has, and hear what the others have.
+    """Exchange what each process has.
 
     Args:
         mine: of this process's modules, with the shapes of whole tensors.
-        tied: groups of names that stand for one tensor, though they may be on several processes.
+        tied: groups of names of one tensor, which may be in several processes.
 
     Raises:
-        UsageError: parts are missing, or differ; at all of them.
+        UsageError: parts are missing, or differ; in all processes.
     """
     said = ranks.agreed(lambda: [_said(entry, live[entry.name]) for entry in mine.entries])
     told = ranks.gather(said)
@@ -63,7 +60,7 @@ def agree(
                 problems.append(f"{name} is {known} in one process and {entry} in process {rank}")
                 continue
             kinds = {known.kind, entry.kind}
-            # Of tied ones some may be frozen.
+            # Some of tied ones may be frozen.
             if kinds > {Kind.TRAINABLE} and name not in first:
                 was, is_here = _SAID[known.kind], _SAID[entry.kind]
                 problems.append(f"{name} is {was} in one process and {is_here} in process {rank}")
@@ -111,7 +108,7 @@ def _said(entry: TensorEntry, tensor: Tensor) -> list[Any]:
 def _merged(
     known: TensorEntry, entry: TensorEntry, name: str, others: Sequence[str]
 ) -> TensorEntry:
-    """An entry of which two processes tell."""
+    """The entry of a tensor that two processes have."""
     aliases = [*known.aliases, *(each for each in others if each != name)]
     kinds = {known.kind, entry.kind}
     if Kind.TRAINABLE in kinds:
@@ -133,7 +130,7 @@ def _unknown_ties(tied: Sequence[Sequence[str]], told: Sequence[Any]) -> list[st
 def _gaps(
     entries: Mapping[str, TensorEntry], blocks: Mapping[str, Sequence[Block | None]]
 ) -> list[str]:
-    """Tensors that the processes have not whole together, or of which parts overlap."""
+    """Tensors that are incomplete, or whose parts overlap."""
     problems = []
     for name, found in blocks.items():
         parts = [b for b in dict.fromkeys(found) if b is not None and b.elements]
@@ -147,9 +144,9 @@ def _gaps(
 def _in_order(told: Sequence[Any], first: Mapping[str, str]) -> list[str]:
     """All names in the order of the whole model.
 
-    Each process has its own in order, and the stages of a pipeline follow each other. A module's tensors
-    are together, wherever its parts are. Where stages take turns, the blocks of a list (0 and 2 in the
-    first, 1 and 3 in the next) are put in order by number.
+    Each process has its own in order, and the stages of a pipeline follow each other. Tensors of a
+    module are adjacent, wherever its parts are. Where stages take turns, the blocks of a list (0 and 2
+    in the first, 1 and 3 in the next) are ordered by number.
     """
     each = [tuple(dict.fromkeys(first.get(own, own) for own, *_ in said)) for said in told]
     names = list(dict.fromkeys(name for own in each for name in own))
@@ -157,7 +154,7 @@ def _in_order(told: Sequence[Any], first: Mapping[str, str]) -> list[str]:
 
 
 def _together(names: Sequence[str], prefix: str) -> Iterator[str]:
-    """Names that begin alike, module by module."""
+    """Names with a common beginning, module by module."""
     children: dict[str, list[str]] = {}
     for name in names:
         children.setdefault(name[len(prefix) :].partition(".")[0], []).append(name)

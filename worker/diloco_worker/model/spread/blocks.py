@@ -1,7 +1,7 @@
-"""Which part of a whole tensor a process has: a rectangle of it, its block.
+"""The part of a tensor that a process has: a rectangle of it, its block.
 
-The elements of a rectangle keep their order in the whole tensor (both row-major), so those that lie in a
-range of the whole tensor's flat elements are a range of the block's own flat elements, too.
+The elements of a rectangle keep their row-major order, so those in a range of the whole tensor's flat
+elements are a range of the block's own flat elements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block:
 
     @cached_property
     def is_one_run(self) -> bool:
-        """Whether its elements are neighbours in the whole tensor."""
+        """Whether its elements are contiguous in the whole tensor."""
         at = next((d for d, size in enumerate(self.size) if size != 1), len(self.size))
         return self.size[at + 1 :] == self.shape[at + 1 :]
 
@@ -66,7 +66,7 @@ class Block:
         return count + (left > 0 if not self.shape else 0)
 
     def indices(self, start: int, stop: int, base: int) -> slice | Tensor:
-        """Where its own flat elements [start, stop) are in the whole tensor, counted from `base` on."""
+        """Where its own flat elements [start, stop) are in the whole tensor, counted from `base`."""
         if self.is_one_run:
             at = self.first - base
             return slice(at + start, at + stop)
@@ -93,10 +93,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def is_spread(tensor: object) -> bool:
-    """Whether it is a DTensor: its values are spread over processes.
-
-    By its name, since a worker of one process need not load what makes them.
-    """
+    """Whether it is a DTensor. By its name, so that a worker of one process need not import them."""
     return any(
         base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
         for base in type(tensor).__mro__
@@ -104,7 +101,7 @@ def is_spread(tensor: object) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The values that this process has of a tensor: what is written into them is in the tensor."""
+    """The values that this process has of a tensor; writing to them writes to the tensor."""
     if not is_spread(tensor):
         return tensor.detach()
     found: Any = tensor
@@ -115,10 +112,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def block_of(name: str, tensor: Tensor) -> Block:
-    """What of a tensor this process has. Raises UsageError where that is no block of it."""
+    """This process's block of a tensor. Raises UsageError where its part is not a block."""
     if not is_spread(tensor):
         return Block.whole(tensor.shape)
-    # Here it is loaded already.
+    # It is imported already.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     found: Any = tensor

@@ -1,8 +1,7 @@
-"""Moving values between a model that is spread over processes, and the owners of its chunks.
+"""Moves values between a model that is spread over processes, and the owners of its chunks.
 
-What fails at one process (memory runs out) must not keep it from the exchanges that the others are in:
-they would wait for it. So it goes through them with nothing to give, and says so in front of it; what
-comes of such a process is put into no model.
+A failure in one process (out of memory) must not keep it from the exchanges that the others wait in. So
+it goes through them without data, and marks its messages as void; they are put into no model.
 """
 
 from __future__ import annotations
@@ -16,31 +15,30 @@ from diloco_worker.model.spread.ranks import Ranks
 from diloco_worker.model.spread.shares import Piece
 from diloco_worker.model.spread.slices import Part, Slice
 
-# Each run of values begins at such a multiple of bytes, so that it can be looked at in any dtype. What
-# goes to a process begins with as many, which say whether it is good.
+# Values are aligned to this many bytes, for views in any dtype. A message to a process begins with as
+# many, which mark it as good or void.
 ALIGNED = 8
 _GOOD, _VOID = 1, 0
 
-# By name, the tensors that this process has of one of the model's: of tied ones several, with equal
-# values.
+# By name, this process's tensors: several, with equal values, where they are tied.
 Live = Mapping[str, Sequence[Tensor]]
 Values = Mapping[Piece, Tensor]
 
 
 class ProcessFailed(Exception):
-    """Another process had nothing good to give; it says itself what has happened."""
+    """Another process sent void messages; it reports the failure itself."""
 
 
 class Exchange:
-    """Carries exchanges out for one process. Collective: all of them do the same slices in order."""
+    """The exchanges of one process. Collective: all processes do the same slices in order."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        # Memory that is used again: for what is sent, and for what comes.
+        # Reused memory of sent and received messages.
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, slices: Sequence[Slice], *, pinned: bool) -> None:
-        """Have memory for all of these. No collective."""
+        """Allocate memory for all of these. Not collective."""
         most_sent = most_received = 0
         for slice_ in slices:
             for sends, takes in (slice_.gathered, slice_.scattered):
@@ -54,10 +52,10 @@ class Exchange:
     def gather(
         self, slice_: Slice, live: Live, error: Exception | None = None
     ) -> tuple[Values, Exception | None]:
-        """The values of the pieces that this process owns, in order, each of one dimension.
+        """The values of the pieces that this process owns, in order, one-dimensional.
 
-        What this process has all of itself shares the memory of the model; what is put together is on
-        the host. With an error, what has failed here, now or before.
+        Pieces that this process has completely share the memory of the model; others are on the host.
+        Also returns the error of this process, if any.
         """
         values: dict[Piece, Tensor] = {}
         if error is None:
@@ -79,13 +77,13 @@ class Exchange:
     def scatter(
         self, slice_: Slice, values: Values, live: Live, error: Exception | None
     ) -> Exception | None:
-        """Give what this process owns to those who have it in their models, and take what is its own.
+        """Send what this process owns to the processes that have it in their models, and copy its own.
 
         Args:
-            error: what has failed here before; the values are not there then.
+            error: an earlier failure of this process, which then has no values.
 
         Returns:
-            What has failed here.
+            The error of this process, if any.
         """
         if error is None:
             error = _error_of(lambda: self._put_own(slice_, live, values))
@@ -118,7 +116,7 @@ class Exchange:
         put: Callable[[Part, Tensor], None],
         error: Exception | None,
     ) -> Exception | None:
-        """Send parts and put those that come. Both ends have one order. Returns the first error."""
+        """Send parts and put received ones, in one order at both ends. Returns the first error."""
         sizes, wanted = self._sizes(sends), self._sizes(takes)
         sent, received = self._sent[: sum(sizes)], self._received[: sum(wanted)]
 
@@ -150,7 +148,7 @@ class Exchange:
             raise ProcessFailed(f"process {is_good.index(False)} of this worker has failed")
 
     def _sizes(self, parts: Sequence[Part]) -> list[int]:
-        """Bytes that go to, or come from, each process."""
+        """Bytes to, or from, each process."""
         sizes = [0] * self.ranks.count
         for part in parts:
             other = part.other(self.ranks.rank)
@@ -158,7 +156,7 @@ class Exchange:
         return sizes
 
     def _read(self, tensor: Tensor, part: Part) -> Tensor:
-        """The values of a part in one dimension: a view where they are neighbours."""
+        """The values of a part, one-dimensional: a view where they are contiguous."""
         if tensor.is_contiguous():
             return tensor.view(-1)[part.first : part.last]
         return tensor[_coordinates(tensor, part)]
@@ -187,7 +185,7 @@ def _coordinates(tensor: Tensor, part: Part) -> tuple[Tensor, ...]:
 def _laid_out(
     memory: Tensor, sizes: Sequence[int], parts: Sequence[Part], rank: int
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Where each part lies, in the dtype of its tensor."""
+    """The memory of each part, in the dtype of its tensor."""
     places = [at + ALIGNED for at in _starts(sizes)]
     for part in parts:
         at = places[part.other(rank)]

@@ -1,8 +1,8 @@
-"""The processes of one worker, and what they say to each other.
+"""The processes of one worker, and their communication.
 
-All of it goes over a gloo group of their own, on the CPU: it neither waits for nor holds up what
-training sends. Every method is a collective: all processes call the same ones in the same order. What
-breaks is told as `GroupBroken` at each of those that are left.
+It uses a separate gloo group, on the CPU, beside the collectives of training. Every method is a
+collective: all processes call the same ones in the same order. Failures raise `GroupBroken` in the
+remaining processes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from diloco_protocol import UsageError
 
-# Bytes of a text that takes one message.
+# Bytes of a value that fits into one message.
 ROOM = 1 << 10
-# What all processes begin together, each time that the script calls for it.
+# Calls of the script that all processes begin together.
 STEP, FORCE, LOAD, VIEW, SAVE = DEEDS = (
     "optimizer.step()",
     "force_sync()",
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 class GroupBroken(RuntimeError):
-    """A process of this worker is gone, or has failed: the others cannot go on without it."""
+    """A process of this worker is gone or has failed, so the others cannot go on."""
 
 
 class Ranks:
-    """See the head of this module.
+    """One process of the group.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` of the worker's processes, whatever its backend.
+        group: a `torch.distributed.ProcessGroup` of the worker's processes, with any backend.
 
     Raises:
         UsageError: this process is not in the group.
@@ -53,26 +53,26 @@ class Ranks:
             raise UsageError(
                 "process_group is a group that this process is not in; give each process its own."
             )
-        # Only its members make it, so that other islands of the same launch need not be here.
+        # Made by its members alone, without other workers of the same launch.
         self._group: Any = dist.new_group(
             members, backend="gloo", use_local_synchronization=True, group_desc="diloco"
         )
         self.members: tuple[int, ...] = tuple(members)  # by their numbers in the launch
         self.rank: int = dist.get_rank(self._group)
         self.count: int = len(members)
-        # A length, and as much of a text as fits.
+        # A length, and the beginning of a value.
         self._head = torch.zeros(1 + ROOM // 8, dtype=torch.int64)
-        # What is done while one of `DEEDS` waits for the others: it may be said.
+        # A context around each wait for the others.
         self.waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def leads(self) -> bool:
-        """Is this the process that speaks for the worker?"""
+        """Whether this process speaks for the worker."""
         return self.rank == 0
 
     def broadcast(self, value: Any = None) -> Any:
-        """What the leader gives, of plain values; the others give nothing."""
-        # As `broadcast_object_list`, which takes two messages where this takes one, at each step.
+        """The leader's plain value; the others pass none."""
+        # One message at each step, where `broadcast_object_list` takes two.
         text = msgpack.packb(value) if self.leads else b""
         head, body = self._head, self._head[1:].view(torch.uint8)
         if self.leads:
@@ -89,23 +89,23 @@ class Ranks:
         return _read(found.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """What each of them gives, of plain values, in order; at all of them."""
+        """The plain value of each process, in order, in all of them."""
         texts: list[Any] = [None] * self.count
         packed = msgpack.packb(value)
         self._do(lambda: dist.all_gather_object(texts, packed, group=self._group))
         return [_read(each) for each in texts]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """The sum of what each of them gives, number by number."""
+        """The sum over all processes, number by number."""
         sums = torch.tensor(numbers, dtype=torch.float64)
         self._do(lambda: dist.all_reduce(sums, group=self._group))
         return [float(each) for each in sums]
 
     def meet(self, deed: str, number: float = 0.0) -> float:
-        """Begin one of `DEEDS`, as all of them do now. Returns the sum of the numbers.
+        """Begin one of `DEEDS` together. Returns the sum of the numbers.
 
         Raises:
-            GroupBroken: another one begins something else; at all of them.
+            GroupBroken: another process begins something else; in all processes.
         """
         code = 1 + DEEDS.index(deed)
         with self.waits_for(deed) if deed != STEP else nullcontext():
@@ -123,11 +123,11 @@ class Ranks:
     def exchange(
         self, sent: Tensor, sizes: Sequence[int], room: Tensor, wanted: Sequence[int]
     ) -> None:
-        """Give each of them its bytes, and take what each has for this one.
+        """Send bytes to each process, and receive bytes from each.
 
         Args:
-            sent: uint8, one behind the other what goes to each; `sizes` of them in all.
-            room: uint8, where `wanted` bytes of each are put, in the same way.
+            sent: uint8, the messages to each process in order, `sizes` bytes each.
+            room: uint8, for `wanted` bytes from each process, in the same way.
         """
         assert sent.numel() == sum(sizes) and room.numel() == sum(wanted)
         self._do(
@@ -135,7 +135,7 @@ class Ranks:
         )
 
     def raise_together(self, error: Exception | None) -> None:
-        """Where any of them has failed, all raise: its own error, or GroupBroken that tells of it."""
+        """If any process failed, all raise: its own error, or GroupBroken that quotes it."""
         said = self.gather(None if error is None else f"{type(error).__name__}: {error}"[:2000])
         if error is not None:
             raise error
@@ -144,7 +144,7 @@ class Ranks:
                 raise GroupBroken(f"Process {rank} of this worker has failed: {text}")
 
     def agreed(self, action: Callable[[], T]) -> T:
-        """Do something that may fail at one and not at another; then all of them raise."""
+        """Call something that may fail in one process and not in another; then all raise."""
         error, result = None, None
         try:
             result = action()
@@ -158,14 +158,14 @@ class Ranks:
             collective()
         except RuntimeError as error:
             raise GroupBroken(
-                "Another process of this worker is gone or stands still, so this one cannot go on: "
+                "Another process of this worker is gone or stuck, so this one cannot go on: "
                 f"{str(error).splitlines()[0]:.300}. Let the launcher start all of them again "
                 "(torchrun --max-restarts)."
             ) from error
 
 
 def group_of(given: object) -> dist.ProcessGroup:
-    """What `process_group=` stands for: "world", a ProcessGroup, or a DeviceMesh of any dimensions.
+    """The group of `process_group=`: "world", a ProcessGroup, or a DeviceMesh of any dimensions.
 
     Raises:
         UsageError: it is none of these, or torch.distributed is not initialised.

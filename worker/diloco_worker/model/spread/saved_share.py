@@ -1,7 +1,7 @@
-"""What the processes of a worker have saved, each its own chunks, for another number of processes.
+"""The states that the processes of a worker saved, for another number of processes.
 
-The chunks of a model are the same however many processes share them, so each takes those that it owns
-now from whoever owned them then. A worker of one process owns all: so it goes from one to many and back.
+The chunks of a model are the same however many processes share them, so each process takes the chunks
+that it owns now from their former owners. A worker of one process owns all.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Owners = Sequence[Sequence[int]]
 OF_FLIGHT = ("wire", "frozen", "anchor")
 
 
-# What a process's state is called among those of all: so no two of a checkpoint have the same name.
+# The name of a process's state, unique in a checkpoint.
 _NAME = re.compile(r"(?P<worker>.*), process (?P<rank>\d+) of (?P<count>\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ProcessName:
-    """Which process of which worker has saved a state."""
+    """Which process of which worker saved a state."""
 
     worker: str
     rank: int
@@ -43,7 +43,7 @@ class ProcessName:
 
     @classmethod
     def read(cls, text: object) -> ProcessName | None:
-        """The name that this text is; None where it is none."""
+        """Parse the name; None where it is not one."""
         found = _NAME.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             return None
@@ -51,19 +51,13 @@ class ProcessName:
 
 
 def shared_out(plain: Plain, rank: int, count: int, owners: Owners) -> Plain:
-    """What a process saves, with a note of what it owns."""
+    """The state of a process, with the chunks that it owns."""
     share = {"rank": rank, "count": count, "owners": [list(each) for each in owners]}
     return {**plain, "share": share}
 
 
-def by_process(plain: Plain) -> dict[str, Plain]:
-    """The same under the name of its process."""
-    share = plain["share"]
-    return {str(ProcessName(plain["worker_id"], share["rank"], share["count"])): plain}
-
-
 def states_in(saved: object) -> list[Any]:
-    """The states of one or several processes, out of what they are saved in."""
+    """The states of one or several processes in a saved value."""
     if isinstance(saved, Mapping) and saved and all(map(ProcessName.read, saved)):
         return list(saved.values())
     return [saved]
@@ -76,7 +70,7 @@ def part_of(
     count: int = 1,
     owners: Owners | None = None,
 ) -> Plain:
-    """What this process goes on from: its own state, or its part of those of all.
+    """What this process resumes from: its own state, or its part of those of all.
 
     Args:
         saved: of all processes of one moment, in any order, or of a worker of one.
@@ -86,7 +80,7 @@ def part_of(
         UsageError: some are missing, or they are of different moments.
     """
     own = None if owners is None else shared_out({}, rank, count, owners)["share"]
-    if len(saved) > 1:  # also where its own is among them: the counts are those of all
+    if len(saved) > 1:  # also with its own among them: the counts are those of all
         _in_order(saved)
     for plain in saved:
         if plain.get("share") == own and (own is not None or len(saved) == 1):
@@ -108,14 +102,14 @@ def part_of(
 
 
 class Move:
-    """The chunks of a fragment, from the processes that owned them to this one."""
+    """The chunks of a fragment, from their former owners to this process."""
 
     def __init__(
         self, part: FragmentLayout, then: Sequence[int], now: Sequence[int], rank: int
     ) -> None:
         spans = {owner: iter(share_of(part, then, owner)[0].spans) for owner in set(then)}
         sources = [(owner, next(spans[owner])) for owner in then]
-        # Of each chunk that is this process's now, in order: who owned it, and where it lay there.
+        # Of each chunk of this process, in order: its former owner, and its span there.
         self._own = [each for each, owner in zip(sources, now, strict=True) if owner == rank]
 
     def of(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
@@ -131,7 +125,7 @@ class Move:
         return {segment: torch.cat(chunks) for segment, chunks in made.items()}
 
     def codes(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
-        """The bytes of its chunks in few bits, by index in the share; None where one has none."""
+        """The bytes of its quantized chunks, by index in the share; None where one has none."""
         found = [each for each in given if each is not None]
         if len(found) < len(given):
             return None
@@ -162,7 +156,7 @@ def _owners_in(plain: Plain, layout: ModelLayout) -> Owners:
 
 
 def _in_order(saved: Sequence[Plain]) -> list[int]:
-    """Where the state of each process is; raises UsageError where they are not those of one moment."""
+    """The position of each process's state; raises UsageError where they are not of one moment."""
     shares = [each.get("share") or {"rank": 0, "count": 1} for each in saved]
     count = shares[0]["count"]
     places = {share["rank"]: at for at, share in enumerate(shares)}

@@ -1,7 +1,8 @@
-"""Which process of a worker owns which chunks, and its chunks as a layout of their own. Pure.
+"""The chunks that each process of a worker owns, as a separate layout. Pure.
 
-A process sends and takes the chunks that it owns, and keeps vectors of nothing else. It owns those of
-which it has most, so that little is exchanged within the worker; and no more than its part of them.
+A process sends and receives the chunks that it owns, and keeps vectors of nothing else. It owns chunks
+of which it has most, so that little is exchanged within the worker, and no more than an even part of
+all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Blocks = Mapping[str, Sequence[Block | None]]  # by name, what each process has 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a chunk has of a tensor: its flat elements [start, stop)."""
+    """The part of a tensor in a chunk: its flat elements [start, stop)."""
 
     name: str
     start: int
@@ -43,8 +44,8 @@ class Piece:
 def owners_of(layout: FragmentLayout, blocks: Blocks, count: int) -> tuple[int, ...]:
     """The process that owns each chunk of a fragment.
 
-    Buffers that are averaged have their values of the first process that has most of a chunk: where each
-    has values of its own, as in BatchNorm, those are the worker's. They are small.
+    Averaged buffers have their values of the first process that has most of a chunk: where each has its
+    own, as in BatchNorm, those are the worker's. They are small.
     """
     held = _held(layout, blocks, count)
     is_frozen = any(place.entry.kind is Kind.FROZEN for place in layout.places)
@@ -52,7 +53,7 @@ def owners_of(layout: FragmentLayout, blocks: Blocks, count: int) -> tuple[int, 
     spread = frozenset(chunks)
     owners = [0] * layout.chunks
     room = [-(-len(chunks) // count)] * count
-    # Those of which one process has much more than others come first; of equals in order.
+    # Chunks of which one process has much more than others come first; of equals in order.
     for position, index in sorted(
         enumerate(chunks), key=lambda each: (-_lead(held[each[1]]), each[1])
     ):
@@ -71,7 +72,7 @@ def owners_of(layout: FragmentLayout, blocks: Blocks, count: int) -> tuple[int, 
 
 
 def _lead(held: Sequence[int]) -> int:
-    """How much more the first has than the next; 0 where several have the same."""
+    """How much more the first has than the next."""
     ordered = sorted(held, reverse=True)
     return ordered[0] - ordered[1] if len(ordered) > 1 else 0
 
@@ -87,17 +88,17 @@ def _held(layout: FragmentLayout, blocks: Blocks, count: int) -> list[list[int]]
 
 
 def piece_name(name: str, start: int, stop: int) -> str:
-    """What the elements [start, stop) of a tensor are called."""
+    """The name of the elements [start, stop) of a tensor."""
     return f"{name}[{start}:{stop}]"
 
 
 def tensor_name(piece: str) -> str:
-    """The tensor that a piece of this name is of; the name itself where it is none of a piece."""
+    """The tensor of a piece with this name; other names as they are."""
     return _PIECE.sub("", piece)
 
 
 def overlaps(layout: FragmentLayout) -> Iterator[tuple[ChunkSpan, Place, int, int]]:
-    """Of each chunk, in order, the tensors that it has elements of: [low, high) of the tensor's own."""
+    """The tensors in each chunk, in order: the elements [low, high) of the tensor."""
     for segment in Segment:
         places = deque(p for p in layout.places if p.segment is segment and p.start < p.stop)
         for span in layout.spans:
@@ -115,10 +116,9 @@ def overlaps(layout: FragmentLayout) -> Iterator[tuple[ChunkSpan, Place, int, in
 def share_of(
     layout: FragmentLayout, owners: Sequence[int], rank: int
 ) -> tuple[FragmentLayout, tuple[Piece, ...]]:
-    """The chunks of one process as a layout of their own, and what tensors they have pieces of.
+    """The chunks of one process as a separate layout, and the pieces of tensors in them.
 
-    Spans are numbered from 0 on. A place is a piece of a tensor, of one dimension and named
-    NAME[start:stop].
+    Spans are numbered from 0. A place is a one-dimensional piece, named NAME[start:stop].
     """
     lengths = dict.fromkeys(Segment, 0)
     spans: list[ChunkSpan] = []

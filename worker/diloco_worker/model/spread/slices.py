@@ -1,7 +1,7 @@
-"""What is moved in each exchange between a model that is spread over processes and its owners. Pure.
+"""The parts moved in each exchange between a sharded model and the owners of its chunks. Pure.
 
-In each exchange every process handles a bounded part of what it owns, so that nobody ever has more than
-that besides its share. What a process owns and has itself does not move.
+In each exchange every process handles a bounded part of what it owns, which bounds its memory. What a
+process owns and has itself is not moved.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS, FragmentLayout, Place
 from diloco_worker.model.spread.blocks import Block
 from diloco_worker.model.spread.shares import Blocks, Piece, piece_name, share_of
 
-# Elements that all owners together handle in one exchange. A process sends and takes at most as many,
-# in fp32 4 MiB each.
+# Elements that all owners together handle in one exchange. A process sends and receives at most as
+# many: 4 MiB each in fp32.
 SLICE_ELEMENTS = 2 * CHUNK_ELEMENTS
 
 Holders = Mapping[Block, Sequence[int]]  # the processes that have a block
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def where(self) -> slice | Tensor:
-        """Where these elements are within the piece."""
+        """The position of these elements in the piece."""
         return self.block.indices(self.first, self.last, self.piece.start)
 
     @property
@@ -56,12 +56,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Slice:
-    """What is moved in one exchange."""
+    """One exchange."""
 
     rank: int  # of this process
     pieces: tuple[Piece, ...]  # that this process owns
     parts: tuple[Part, ...]  # of all pieces of it that this process has or owns, in a common order
-    gathers: bool  # whether any process lacks something of what it owns
+    gathers: bool  # whether any process lacks a part that it owns
     scatters: bool  # whether any process has something that another one owns
 
     @cached_property
@@ -71,7 +71,7 @@ class Slice:
 
     @cached_property
     def gathered(self) -> tuple[list[Part], list[Part]]:
-        """What this process sends, and takes, where owners gather their values."""
+        """What this process sends and receives when owners gather values."""
         moved = [part for part in self.parts if part.is_source and part.holder != part.owner]
         return (
             [part for part in moved if part.holder == self.rank],
@@ -80,7 +80,7 @@ class Slice:
 
     @cached_property
     def scattered(self) -> tuple[list[Part], list[Part]]:
-        """What this process sends, and takes, where owners give their values."""
+        """What this process sends and receives when owners distribute values."""
         moved = [part for part in self.parts if part.holder != part.owner]
         return (
             [part for part in moved if part.owner == self.rank],
@@ -91,7 +91,7 @@ class Slice:
 def slices_of(
     layout: FragmentLayout, owners: Sequence[int], blocks: Blocks, rank: int, count: int
 ) -> list[Slice]:
-    """What this process does in each exchange of a fragment; as many at all of them."""
+    """The exchanges of a fragment for this process; as many in all processes."""
     most = max(1, SLICE_ELEMENTS // count)
     holders = {p.entry.name: _holders(blocks[p.entry.name]) for p in layout.places}
     batches = [list(_batches(share_of(layout, owners, r)[1], most)) for r in range(count)]
@@ -131,7 +131,7 @@ def _runs(piece: Piece, holders: Holders) -> Iterator[tuple[Block, Sequence[int]
 
 
 def _batches(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """Pieces, cut where they are large, in lots of so many elements at most."""
+    """Pieces, cut where they are large, in batches of at most this many elements."""
     batch: list[Piece] = []
     left = most
     for piece in pieces:

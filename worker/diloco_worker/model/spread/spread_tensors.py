@@ -1,9 +1,8 @@
 """The tensors of a model that the processes of one worker have together, as one of them sees them.
 
-Stands where `ModelTensors` stands in a worker of one process, with shares in the place of fragments:
-what is captured, measured and brought in are this process's own chunks, while what comes of it is the
-whole worker's. Most methods are collectives: all processes call them together, and where one of them
-fails all raise.
+The `ModelTensors` of such a worker, with shares in the place of fragments: each process captures,
+measures and changes its own chunks, and the result is the whole worker's. Most methods are collectives:
+all processes call them together, and a failure in one raises in all.
 """
 
 from __future__ import annotations
@@ -21,28 +20,23 @@ from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_worker.model.encoding import Delta, Encoding
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change, wait_for_copies
-from diloco_worker.model.model_manifest import (
-    dtype_name,
-    live_tensors,
-    manifest_of,
-    unwrapped,
-)
-from diloco_worker.model.model_parts import parts_of
+from diloco_worker.model.model_manifest import dtype_name, live_tensors, manifest_of, unwrapped
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.model_watch import ModelWatch
 from diloco_worker.model.spread.agreement import Agreement, agree
 from diloco_worker.model.spread.blocks import local
 from diloco_worker.model.spread.exchange import Exchange, Live, ProcessFailed, Values
 from diloco_worker.model.spread.ranks import VIEW, GroupBroken, Ranks
-from diloco_worker.model.spread.saved_share import by_process, part_of, shared_out
+from diloco_worker.model.spread.saved_share import ProcessName, part_of, shared_out
 from diloco_worker.model.spread.shares import Piece, owners_of, share_of, tensor_name
 from diloco_worker.model.spread.slices import Slice, slices_of
+from diloco_worker.model.wrappers import parts_of
 
 T = TypeVar("T")
 
 
 class SpreadTensors(ModelTensors):
-    """See the head of this module. `set_layout` comes before anything but `live`."""
+    """`set_layout` is called before anything but `live`."""
 
     ranks: Ranks
 
@@ -53,10 +47,10 @@ class SpreadTensors(ModelTensors):
         ranks: Ranks,
         tied: Sequence[Sequence[str]] = (),
     ) -> SpreadTensors:
-        """What this process and the others have of a model; raises UsageError at all of them.
+        """The model of this process and the others; raises UsageError in all of them.
 
         Args:
-            tied: groups of names of one tensor, though they may be in several processes.
+            tied: groups of names of one tensor, which may be in several processes.
         """
         module = unwrapped(model)
 
@@ -79,7 +73,7 @@ class SpreadTensors(ModelTensors):
     _is_broken = False
 
     def set_layout(self, layout: ModelLayout) -> None:
-        """The model is cut like this. The same everywhere, and no collective."""
+        """Set how the model is cut. The same everywhere, and not a collective."""
         blocks, rank, count = self._agreement.blocks, self.ranks.rank, self.ranks.count
         self.owners = tuple(owners_of(part, blocks, count) for part in layout.all)
         pairs = list(zip(layout.all, self.owners, strict=True))
@@ -90,27 +84,25 @@ class SpreadTensors(ModelTensors):
         return part_of(saved, layout, self.ranks.rank, self.ranks.count, self.owners)
 
     def shared_out(self, plain: dict[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
-        """What this process saves, under its name, with what it owns and has counted."""
+        """The state that this process saves, under its name, with its owners and counts."""
         ranks = self.ranks
         made = shared_out({**plain, "counts": {**counts}}, ranks.rank, ranks.count, self.owners)
-        return by_process(made)
+        return {str(ProcessName(plain["worker_id"], ranks.rank, ranks.count)): made}
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
-        """What this process owns of a fragment, as a layout of its own."""
+        """The part of a fragment that this process owns, as a separate layout."""
         return self.shares[layout.fragment]
 
     def numbers_of(self, layout: FragmentLayout) -> Sequence[int]:
-        """Of each chunk that this process owns of a fragment, its index in the whole fragment."""
         owners = self.owners[layout.fragment]
         return [index for index, owner in enumerate(owners) if owner == self.ranks.rank]
 
     def begin_view(self) -> None:
-        """Other values will be in the model for a while, of all processes."""
+        """Other values will be in the model of all processes for a while."""
         self.ranks.meet(VIEW)
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that counts what concerns the worker as a whole."""
         return self.ranks.leads
 
     @property
@@ -122,7 +114,7 @@ class SpreadTensors(ModelTensors):
         return self.may_pin and any(device.type == "cuda" for device in self.devices)
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
-        """Each entry that this process has something of, with what it has."""
+        """Each entry that this process has a part of, with that part."""
         found = self._local()
         entries = {entry.name: entry for entry in self.manifest.entries}
         return ((entries[name], tensors[0]) for name, tensors in found.items())
@@ -131,7 +123,7 @@ class SpreadTensors(ModelTensors):
 
     @torch.no_grad()
     def capture(self, layout: FragmentLayout) -> FlatState:
-        """Copy what this process owns of a fragment to the host."""
+        """Copy this process's share of a fragment to the host."""
 
         def put(state: FlatState, values: Values) -> None:
             for piece, value in values.items():
@@ -141,9 +133,9 @@ class SpreadTensors(ModelTensors):
 
     @torch.no_grad()
     def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
-        """Global minus local of what this process owns of a fragment, in wire form.
+        """Global minus local of this process's share of a fragment, in wire form.
 
-        Its length, and what is wrong with it, are those of the whole worker.
+        Its length, and its error, are those of the whole worker.
         """
 
         def begin() -> Encoding:
@@ -172,7 +164,7 @@ class SpreadTensors(ModelTensors):
     def bring_in(self, change: Change) -> None:
         """Change the model of all processes; each has its part of the change.
 
-        What breaks it off leaves each element with the old or the new value, and the worker broken.
+        An exception leaves each element with the old or the new value, and the worker broken.
         """
         made: dict[Piece, Tensor] = {}
 
@@ -186,17 +178,14 @@ class SpreadTensors(ModelTensors):
         wait_for_copies(self.devices)
 
     def look_at(self, take: Callable[[str, Tensor], object]) -> None:
-        """Hand over, by name, what is trained or averaged: the pieces that this process owns.
-
-        A piece is the same however many processes share the model.
-        """
+        """Hand over, by name, all trained or averaged pieces that this process owns."""
         for share in self.shares[:-1]:
             places = deque(place for place in share.places if place.start < place.stop)
 
             def take_all(
                 parts: list[Tensor], values: Values, places: deque[Place] = places
             ) -> None:
-                # An exchange may have a part of a piece only; they come in order.
+                # A slice may have only a part of a piece; they come in order.
                 for piece, value in values.items():
                     place = places[0]
                     is_end = piece.place.stop == place.stop
@@ -217,10 +206,10 @@ class SpreadTensors(ModelTensors):
         reads: bool = True,
         made: Values | None = None,
     ) -> T:
-        """Go through a fragment: hand over what this process owns, and give the others what is made.
+        """Walk through a fragment: hand over this process's values, and distribute `made`.
 
-        Returns what `begin` has made room for. What fails here is raised behind the last exchange, at
-        all of them.
+        Returns the result of `begin`. A failure here is raised after the last exchange, in all
+        processes.
         """
         slices = self._slices[layout.fragment]
 
@@ -242,15 +231,15 @@ class SpreadTensors(ModelTensors):
                         error = failure
                 if made is not None:
                     error = self._exchange.scatter(slice_, made, live, error)
-            # Who only heard of a failure leaves it to those who know what has happened.
-            is_heard = isinstance(error, ProcessFailed)
-            self.ranks.raise_together(None if is_heard else error)
+            # The failed process reports its own error.
+            is_of_another = isinstance(error, ProcessFailed)
+            self.ranks.raise_together(None if is_of_another else error)
             return result
 
         return self._together(walk)
 
     def _together(self, action: Callable[[], T]) -> T:
-        """A collective. Broken off, the processes are not at the same place any more."""
+        """Run a collective. Interrupted, the processes are out of step."""
         if self._is_broken:
             raise GroupBroken(
                 "A process of this worker has failed, so they cannot go on together; let the launcher "
@@ -263,7 +252,7 @@ class SpreadTensors(ModelTensors):
             raise
 
     def _local(self) -> dict[str, list[Tensor]]:
-        """By name, what this process has; raises UsageError where that is not what it was."""
+        """By name, what this process has; raises UsageError where it changed."""
         tensors = self.lookup()
         entries = {entry.name: entry for entry in self.manifest.entries}
         found: dict[str, list[Tensor]] = {}
@@ -286,7 +275,7 @@ class SpreadTensors(ModelTensors):
 
 
 def _unread(slice_: Slice) -> dict[Piece, Tensor]:
-    """Something for each piece that this process owns, where its present values do not matter."""
+    """Placeholders for the pieces that this process owns, where their present values do not matter."""
     return {
         piece: torch.zeros(1, dtype=piece.dtype).expand(piece.stop - piece.start)
         for piece in slice_.pieces
@@ -294,7 +283,7 @@ def _unread(slice_: Slice) -> dict[Piece, Tensor]:
 
 
 def _settled(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors by name. FSDP2 puts whole ones in their place between forward and backward."""
+    """The tensors by name. FSDP2 replaces them by whole ones between forward and backward."""
     for part in parts_of(module):
         for each in part.modules():
             reshard: Any = getattr(each, "reshard", None)

@@ -1,10 +1,10 @@
-"""When a training program is started again, by exit codes and a clock that is only told."""
+"""When a training program is restarted, by exit code and a simulated clock."""
 
 from __future__ import annotations
 
 import pytest
 
-from diloco_worker.session.restarts import (
+from diloco_worker.launching import (
     ASKED,
     BEGAN_WELL_S,
     LONGEST_PAUSE_S,
@@ -17,10 +17,10 @@ from diloco_worker.session.restarts import (
 
 
 @pytest.mark.parametrize("code", [0, 2, RUN_IS_OVER, 126, 127, 130, TERMINATED])
-def test_what_starting_again_cannot_mend_is_left_alone(code: int) -> None:
+def test_final_exit_codes_are_not_restarted(code: int) -> None:
     restarts = Restarts(most=5)
     assert restarts.pause(code, ran_s=1.0) is None
-    assert restarts.pause(1, ran_s=1.0) == 1.0, "and it counts for nothing"
+    assert restarts.pause(1, ran_s=1.0) == 1.0, "and is not counted"
 
 
 @pytest.mark.parametrize("code", [1, 137, 129, 139])
@@ -43,7 +43,7 @@ def test_failures_are_followed_by_restarts_as_often_as_allowed(code: int) -> Non
         (2, OVER, 2),
     ],
 )
-def test_word_of_a_worker_stands_for_an_exit_code_that_was_lost(
+def test_reason_in_the_end_file_replaces_a_lost_exit_code(
     code: int, word: str, meaning: int
 ) -> None:
     assert meant(code, word) == meaning
@@ -56,12 +56,12 @@ def test_pauses_double_up_to_a_minute() -> None:
     assert set(pauses[6:]) == {LONGEST_PAUSE_S}
 
 
-def test_who_had_begun_well_is_at_its_first_failure_again() -> None:
+def test_long_run_resets_the_count_of_failures() -> None:
     restarts = Restarts(most=2)
     assert [restarts.pause(1, 1.0) for _ in range(2)] == [1.0, 2.0]
     assert restarts.pause(1, BEGAN_WELL_S) == 1.0
     assert restarts.pause(1, BEGAN_WELL_S - 1) == 2.0
 
 
-def test_none_is_allowed_without_being_asked_for() -> None:
+def test_restarts_default_to_none() -> None:
     assert Restarts(most=0).pause(1, 1e6) is None

@@ -241,7 +241,7 @@ def test_run_takes_a_new_node_and_outlives_a_lost_one(
 ) -> None:
     run = Run(cluster, tmp_path, "elastic", islands=(1, 2), cpu=1)
     run.waits_for_round(5)
-    assert lives(run.out, "island-1") == 0, "there is no room for it"
+    assert lives(run.out, "island-1") == 0, "the cluster has no room for it"
     node = cluster.cluster.add_node(num_cpus=1)
     run.waits_for_lives("island-1", 1)
     cluster.cluster.remove_node(node, allow_graceful=False)

@@ -210,7 +210,7 @@ def test_island_that_comes_after_the_end_does_not_wait_for_a_broker(
     run.starts("--islands", "1", rounds=3, pause=0.0)
     run.waits_for_the_end()
     cluster.says("sbatch", str(run.of_run / "islands.sh"))
-    run.waits_for("island-0", "there is nothing to do, since the broker's job has ended")
+    run.waits_for("island-0", "nothing to do")
     run.waits_for_the_end()
     assert lives(run.out, "island-0") == 1
 
@@ -224,7 +224,7 @@ def test_islands_leave_a_broker_that_is_gone_for_good(
     cluster.says("pkill", "-9", "-f", f"diloco_broker serve .*{run.of_run}")
     run.waits_for("broker", "ended with code 137, and has been queued again often enough")
     for who in ("island-0", "island-1"):
-        run.waits_for(who, "is told to save and to leave, since the broker's job has ended")
+        run.waits_for(who, "saves and leaves")
         run.waits_for(who, r"stops at step \d+: SIGTERM")
     run.waits_for_the_end()
 

@@ -161,7 +161,7 @@ def test_command_to_watch_with_is_one_that_the_shell_finds(
     ("arguments", "words"),
     [
         (["--steps", "110", "--sync-every", "25"], "take 100 steps"),
-        (["--workers", "0"], "--workers is 0"),
+        (["--workers", "0"], "--workers must be positive"),
         (["--data", "/nonexistent"], "does not exist"),
     ],
 )

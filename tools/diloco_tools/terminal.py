@@ -1,7 +1,6 @@
-"""What is printed for people by way of Rich: text as it is, and styles only where `Text` asks for them.
+"""Output for people through Rich, without markup and emoji codes: styles come from `Text` alone.
 
-Rich takes what stands in square brackets for its markup, and words between colons for emoji. Folders,
-workers and the names of extras have both, so nothing here reads either.
+Names of folders, workers and extras contain square brackets and colons, which Rich would interpret.
 """
 
 import shlex
@@ -21,29 +20,25 @@ __all__ = ["KeysOption", "console", "console_for_tables", "fail", "installed", "
 
 
 def keys_of(given: Path | None, *, steers: bool) -> Keys | None:
-    """The key of a display; of a folder that of an operator where the display also steers.
-
-    Raises:
-        UsageError: what is wrong with it.
-    """
+    """The key of a display; from a folder an operator's if it also steers. Raises UsageError."""
     first, second = Role.OPERATOR, Role.MONITOR
     order = (first, second) if steers else (second, first)
     return find_keys(given, *order, Role.WORKER)
 
 
 def console(**options: Any) -> Console:
-    """A console, with the `options` of Rich, that prints each string as it is."""
+    """A console, with these options of Rich, that prints each string verbatim."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def console_for_tables(width: int) -> Console:
-    """A console that is so wide where there is no terminal, which would have a width of its own."""
+    """A console with the terminal's width, or with this one if the output is not a terminal."""
     shown = console()
     return shown if shown.is_terminal else console(width=width)
 
 
 def installed(command: str) -> str:
-    """A command of this package as a shell finds it: by its path where the environment is not active."""
+    """A command of this package as a shell finds it: its path if the environment is not active."""
     if shutil.which(command):
         return command
     path, here = Path(sys.executable).with_name(command), Path.cwd()

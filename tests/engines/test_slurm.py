@@ -229,39 +229,6 @@ def test_islands_leave_a_broker_that_is_gone_for_good(
     run.waits_for_the_end()
 
 
-def test_time_that_is_up_sends_an_island_back_into_the_queue(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    """Its limit is set while it runs, as an operator of Slurm may."""
-    run = Run(cluster, tmp_path, "timed")
-    run.starts("--islands", "2", pause=0.02, rounds=100_000)
-    run.waits_for("broker", "Round 5 closed")
-    jobs = cluster.says("squeue", "-h", "-r", "-n", "timed-islands", "-o", "%i").split()
-    island = next(job for job in jobs if job.endswith("_1"))
-    cluster.says("scontrol", "update", f"JobId={island}", "TimeLimit=1")
-    run.waits_for("island-1", "goes back into the queue, since Slurm takes its nodes", 110.0)
-    run.waits_for("island-1", r"stops at step \d+: SIGTERM")
-    cluster.says("scontrol", "update", f"JobId={island}", "TimeLimit=10")
-    run.waits_for("island-1", r"(?s)stops at step (\d+).*begins at step \1\b")
-    cluster.says(*LAUNCH, "stop", str(run.of_run))
-    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
-
-
-def test_island_that_is_cancelled_stays_so(cluster: SlurmCluster, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path, "cancelled")
-    run.starts("--islands", "2", pause=0.02, rounds=100_000)
-    run.waits_for("broker", "Round 5 closed")
-    jobs = cluster.says("squeue", "-h", "-r", "-n", "cancelled-islands", "-o", "%i").split()
-    island = next(job for job in jobs if job.endswith("_0"))
-    cluster.says("scancel", island)
-    run.waits_for_state("cancelled-islands_0", None)
-    told = cluster.says("scontrol", "show", "job", island)
-    assert "JobState=CANCELLED" in told
-    assert "Restarts=0" in told
-    assert cluster.jobs()["cancelled-islands_1"] == "RUNNING"
-    cluster.says(*LAUNCH, "stop", str(run.of_run))
-
-
 def test_what_slurm_refuses_is_told_and_leaves_no_half_of_a_run(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:

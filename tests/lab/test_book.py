@@ -53,13 +53,6 @@ def test_every_page_is_in_a_chapter_once() -> None:
     assert listed[0] == "README.md"
 
 
-def test_chapters_are_the_rows_of_the_front_page(tmp_path: Path) -> None:
-    front = a_front("tools/TOP.md#keys", "SECURITY.md", "tools/TOP.md")
-    write(tmp_path, README=front, tools__TOP="# Two", SECURITY="# Three")
-    assert book.chapters(tmp_path) == {"All": ["README.md", "tools/TOP.md", "SECURITY.md"]}
-    assert "tools/TOP.md\nSECURITY.md\n```" in adapted(tmp_path, "README.md")
-
-
 def test_page_that_is_in_no_chapter_is_named(tmp_path: Path) -> None:
     write(tmp_path, README="# One", tools__NEW="# New")
     with pytest.raises(UsageError, match=r"tools/NEW.md would be in no chapter"):

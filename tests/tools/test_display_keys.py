@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import select
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -72,17 +71,6 @@ def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> Non
         pytest.raises(FeedRefusedError, match=NONE),
     ):
         feed.receive(PATIENCE_S)
-
-
-def test_everybody_with_a_key_reads_the_feed(keyed: Broker, folder: KeyFolder) -> None:
-    with ExitStack() as opened:
-        for feed in [
-            opened.enter_context(FeedSubscriber(keyed.feed_address, keys=key(folder, name)))
-            for name in GUESTS
-        ]:
-            snapshot = feed.receive(PATIENCE_S)
-            assert snapshot is not None
-            assert snapshot.security == "keys"
 
 
 def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(

@@ -14,8 +14,8 @@ from diloco_protocol.feed import Worker, parse_snapshot
 from diloco_protocol.monitor.fields import OF_WORKER, UNEASY
 from diloco_protocol.monitor.rows import Listed, cell
 from diloco_tools.monitor.terminal.keys import KEYS, keys_for
-from diloco_tools.monitor.terminal.look import clipped
 from diloco_tools.monitor.terminal.scene import ORDERS, View
+from diloco_tools.monitor.terminal.text import clipped
 from kit.feed_snapshots import frame, worker
 from kit.strange_feeds import strange_feeds
 from kit.top_screen import LARGE, SMALL, ScreenPilot, document, screen, shown, snapshot

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from diloco_protocol.feed import FeedError, parse_snapshot
+from diloco_protocol.feed import FeedError
 from diloco_tools.monitor.terminal.keys import keys_for
 from kit.feed_snapshots import status, worker
 from kit.top_screen import ScreenPilot, both, screen, snapshot
@@ -144,7 +144,7 @@ class TestTable:
         await pilot.press("slash", *"zz", "enter")
         assert "none of 5 workers match 'zz'" in pilot.text()
         await pilot.press("k")
-        assert "There is no worker to kick" in pilot.text()
+        assert "No worker is marked" in pilot.text()
         await pilot.press("slash", "escape")
         assert len(pilot.workers()) == 5
         assert not pilot.app.query_one(Input).has_focus
@@ -215,12 +215,6 @@ async def test_names_of_strangers_are_only_text(pilot: ScreenPilot) -> None:
     assert "a?[2J[red]?b" in pilot.text()
     await pilot.press("n", "enter")
     assert "\x1b" not in pilot.text()
-
-
-@screen({"fill": False})
-async def test_bare_snapshot_is_drawn(pilot: ScreenPilot) -> None:
-    await pilot.hears(parse_snapshot(b'status {"feed": 1, "sequence": 1, "epoch": "a0"}'))
-    assert pilot.shows("no run yet", "no workers yet")
 
 
 async def test_failing_checkpoint_is_red(pilot: ScreenPilot) -> None:

@@ -7,16 +7,32 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
+from diloco_protocol.addresses import is_loopback
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.clients.command_line import KeyFile as KeysOption
 from diloco_protocol.clients.command_line import fail
+from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
 
 __all__ = ["KeysOption", "console", "console_for_tables", "fail", "installed", "keys_of"]
+
+HostOption = Annotated[
+    str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
+]
+
+
+def check_host(host: str, port: int, *, insecure: bool) -> None:
+    """Raise UsageError for an address that other machines reach, without --insecure."""
+    if not is_loopback(host) and not insecure:
+        raise UsageError(
+            f"other machines reach {host!a}, and nothing is encrypted: use an SSH tunnel "
+            f"(ssh -L {port}:127.0.0.1:{port} HOST), or add --insecure"
+        )
 
 
 def keys_of(given: Path | None, *, steers: bool) -> Keys | None:

@@ -62,7 +62,7 @@ def read_documents(path: Path | None = None) -> list[Document]:
     """The text to train on, in the same order on every call.
 
     `path` is a file, a folder (all text files in it except hidden ones) or None for the standard
-    library. At most 64 MiB are read. Raises DataError if there is no text.
+    library. At most 64 MiB are read. Raises DataError if no text was found.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))

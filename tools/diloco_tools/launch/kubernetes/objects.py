@@ -283,7 +283,7 @@ def container(name: str, image: str, **more: Any) -> Object:
 
 
 def plain(word: str) -> str:
-    """Escape a word of a command: Kubernetes expands `$(NAME)` as a variable."""
+    """Escape an argument of a command: Kubernetes expands `$(NAME)` as a variable."""
     return word.replace("$(", "$$(")
 
 

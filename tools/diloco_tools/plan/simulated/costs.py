@@ -2,7 +2,7 @@
 
 They come from the CPU seconds in rounds of `make lan` at 1 Gb/s with 126 million parameters (see LAN.md
 for machine and load), divided as in tools/lab/BENCHMARK.md. A codec in a round takes two to four times
-its time alone: processes share the memory bandwidth, norms and finiteness are checked, and errors are fed
+its time alone: processes share memory bandwidth, norms and finiteness are checked, errors are fed
 back. The same costs hold for all rows of the validation and all plans; on a faster machine a plan is
 pessimistic.
 """

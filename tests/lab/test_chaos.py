@@ -95,7 +95,7 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         ],
         {},
     ),
-    "version that a crash took back counts nothing, its push went into the one in its place": (
+    "version that a crash took back counts nothing, its push is in its replacement": (
         [
             release(1, push("p1")),
             release(2, push("p2"), tag="lost"),
@@ -131,7 +131,7 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         [log(frozen("p1"), dropped("p1"), LEFT)],
         {"dropped": ["p1"], "differing": ["p1", "contains it"]},
     ),
-    "push that nobody froze": ([release(1, push("p9"))], [log(LEFT)], {"strangers": ["p9"]}),
+    "push that was never frozen": ([release(1, push("p9"))], [log(LEFT)], {"strangers": ["p9"]}),
     "other number of steps": (
         [release(1, push("p1", steps=6))],
         [log(frozen("p1", steps=5), counted("p1", 1), LEFT)],

@@ -251,7 +251,7 @@ def test_worker_leaves_nothing_unsent(
     assert hook.forced == forces
     stubborn: Any = Hook(tmp_path / "other", 1, 5, works=False)
     bring_in(stubborn, tmp_path / "other")
-    assert 1 < stubborn.forced < 10, "it does not force for ever"
+    assert 1 < stubborn.forced < 10, "it gives up"
 
 
 # The crew, and the drill.

@@ -54,7 +54,7 @@ def test_report_ages_by_the_brokers_clock() -> None:
 
 def test_what_the_broker_concludes_is_no_report() -> None:
     stage, (a, b) = a_run("a", "b")
-    assert told(stage) == (0, None), "a version is on its way; nobody knows when it is merged"
+    assert told(stage) == (0, None), "a version is being sent; it is unknown when it is merged"
     a.sends(Heartbeat(a.token(), 7, inner_step=7))
     a.begins(11, steps=10)
     assert told(stage) == (10, None), "it waits for the round"

@@ -162,7 +162,7 @@ def test_worker_that_was_removed_is_told_from_one_that_others_speak_of(tmp_path:
     assert [each.id for each in facts.workers] == ["a", "b"]
     assert (worker(facts, "a").ended, worker(facts, "b").ended) == ("here", "kicked")
     assert worker(facts, "b").kicks == 1
-    assert facts.warnings == 0, "what operators did is no warning"
+    assert facts.warnings == 0, "an operator's action is not a warning"
 
 
 @pytest.mark.parametrize("name", ["b", "a b", "Übung [red]"])

@@ -25,7 +25,7 @@ HOSTILE = [
 
 
 def hostile_run(folder: Path, text: str) -> Page:
-    """A run in which all that somebody else has chosen is this text."""
+    """A run in which every text of a worker or operator is this one."""
     told = {"run": text, "version": text, "mode": text}
     lines: list[Any] = [
         start(AT, **told, settings={"outer": {"optimizer": text}, text: text}),

@@ -33,7 +33,7 @@ def following(*arguments: str) -> Iterator[IO[str]]:
         encoding="utf-8",
         env=clean | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
     ) as process:
-        # A pipe that says nothing for ever must not hold the test up.
+        # A silent pipe must not block the test.
         guard = threading.Timer(PATIENCE_S, process.kill)
         guard.start()
         try:

@@ -54,7 +54,7 @@ COMMANDS = {
 
 
 def strangers(name: str) -> dict[str, Any]:
-    """A snapshot in which all that somebody else has chosen is `name`."""
+    """A snapshot in which every text of a worker is `name`."""
     return status(
         run=name,
         workers=[worker(name, host=name, state=name, health=name, extra={name: name})],

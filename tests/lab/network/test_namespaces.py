@@ -50,7 +50,7 @@ connection.sendall(bytes({MOVED}))
 connection.shutdown(socket.SHUT_WR)
 print(connection.recv(100).decode(), connected)
 """
-# A packet to the hub and back: it answers that nobody listens at this port.
+# A packet to the hub and back: it answers that the port is closed.
 PING = """
 import socket
 end = socket.socket()
@@ -126,7 +126,7 @@ def test_lines_have_their_rates_and_count_what_they_carry() -> None:
         after = {name: made.carried(name) for name in made.members}
         up = {name: after[name].up - before[name].up for name in made.members}
         down = {name: after[name].down - before[name].down for name in made.members}
-        # Headers are a twentieth; what was sent again or goes the other way is a little.
+        # Headers are a twentieth; resent bytes and the other direction are few.
         assert MOVED < up["worker-1"] < 1.2 * MOVED
         assert MOVED < down[HUB] < 1.2 * MOVED
         assert max(up[HUB], down["worker-1"]) < 0.2 * MOVED
@@ -199,4 +199,4 @@ def test_a_missing_command_is_named_with_its_package(monkeypatch: pytest.MonkeyP
         pytest.raises(NoNetwork, match=r"command 'ip' is missing.*iproute2"),
         network(one_switch(1)),
     ):
-        pytest.fail("there is no such network")
+        pytest.fail("the network must not exist")

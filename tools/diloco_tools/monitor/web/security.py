@@ -5,7 +5,7 @@ A page on any other site can make a browser send requests to this machine. Three
     Host     must name this machine, so a foreign name that resolves to it (DNS rebinding) is refused
     Origin   where a browser sends one, or Sec-Fetch-Site, must be this page's own
     token    steering needs `Authorization: Bearer TOKEN`. For a page of another site browsers send that
-             header only after a preflight request, which is refused; and there is no cookie to add
+             header only after a preflight request, which is refused; and cookies are not used
 
 Reading needs the token too if the dashboard is bound to an address that other machines reach.
 """

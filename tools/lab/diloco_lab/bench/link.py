@@ -34,7 +34,7 @@ class Lane:
         self._pieces: list[tuple[float, float, int]] = []  # when on the wire and off it, bytes
 
     def forget(self) -> None:
-        """Let what was used up to now not count."""
+        """Start counting anew."""
         with self._lock:
             self._pieces.clear()
 
@@ -71,7 +71,7 @@ class SlowProxy(TcpProxy):
         super().__init__(target)
 
     def forget(self) -> None:
-        """Let what was used up to now not count."""
+        """Start counting anew."""
         self.up.forget()
         self.down.forget()
 

@@ -66,8 +66,8 @@ class Ends(NamedTuple):
 class Probes(NamedTuple):
     """Heartbeats of a member of a run, and at the same time bytes over raw TCP and back.
 
-    What the system's scheduler has to do with the answers shows in the bytes: with more processes than
-    cores, everybody waits for a core now and then. What goes beyond it is the broker's.
+    The bytes show the delay by the system's scheduler: with more processes than cores, each waits for a
+    core now and then. Any further delay is the broker's.
     """
 
     hearts: RoleProcess

@@ -1,14 +1,14 @@
-"""Was every pseudo-gradient counted exactly once? Found out from the logs of both sides.
+"""Checks from the logs of both sides that every pseudo-gradient was counted exactly once.
 
     python -m diloco_lab.chaos.audit FOLDER
 
-This module shares nothing with what it checks: it imports no broker, worker or protocol, only reads JSON
-lines. The broker's log says of each version what it was made from (`after`) and which pushes went into
-it; each life of a worker has a log of the pushes that it froze, saw counted, or dropped.
+This module shares nothing with the checked code: it imports no broker, worker or protocol, and reads
+JSON lines. The broker's log names for each version its predecessor (`after`) and the pushes in it; each
+life of a worker has a log of the pushes that it froze, saw counted, or dropped.
 
-The *lineage* of a final version is walked back through `after` to the version that came after nothing.
-A broker that crashed may have written down versions that nobody received, and made others in their
-place: they are on no lineage, and what they counted was not counted.
+The *lineage* of a final version is followed back through `after` to the first version. A crashed broker
+may have logged versions that no worker received, and replaced them later: these are on no lineage, and
+their pushes are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BROKER_LOG = "broker.audit.jsonl"
 WORKER_LOGS = "*.worker.jsonl"  # NAME.LIFE.worker.jsonl
 FINAL = "final.json"  # {"versions": [[run, counter, tag], ...]}, one for each fragment
 
-Record = Mapping[str, Any]  # a line of a log, as it was written
+Record = Mapping[str, Any]  # a line of a log
 Version = tuple[str, int, str]
 Push = tuple[str, str]  # worker, push id
 
@@ -263,7 +263,7 @@ def read_folder(folder: Path) -> tuple[list[dict[str, Any]], list[Version], list
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audit a folder and say what was found. Returns the exit code: 1 for a broken promise."""
+    """Audit a folder and print the findings. Returns the exit code: 1 for a broken promise."""
     if len(arguments) != 1 or not (Path(arguments[0]) / BROKER_LOG).exists():
         print(f"usage: python -m diloco_lab.chaos.audit FOLDER, which holds {BROKER_LOG}")
         return 2

@@ -59,7 +59,7 @@ class Life:
         return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def is_alive_throughout(self, start: float, end: float) -> bool:
-        """Had it joined before, did it stay beyond, and did nobody stop it in between?"""
+        """Whether it joined before `start`, left after `end`, and was not stopped in between."""
         if self.joined_at is None or self.joined_at >= start:
             return False
         if self.ended_at is not None and self.ended_at <= end:
@@ -88,7 +88,7 @@ class Mode:
         return SYNC_EVERY + self.delay
 
 
-# Rounds that wait for nobody come faster than faults can be survived, so their steps take longer.
+# Rounds that do not wait for workers would be too fast for faults, so their steps take longer.
 MODES = {
     "sync": Mode(("--mode", "sync"), 0.035, 1),
     "async": Mode(("--mode", "async"), 0.06, len(WORKERS)),
@@ -169,11 +169,11 @@ class Crew(Children):
         super().__init__(folder)
         self.mode = mode
         self.lives: list[Life] = []  # of all workers, in the order of their start
-        self.broker: Child  # the process at hand
+        self.broker: Child  # the current process
         self.address = f"tcp://{HOST}:{machine.free_port()}"  # the broker's own
-        # Of each worker and relay by name: in front of whom it is connected to.
+        # By name of a worker or relay: the proxy that it connects to.
         self.proxies: dict[str, DrillProxy] = {}
-        self.relays: dict[str, Child] = {}  # the processes at hand
+        self.relays: dict[str, Child] = {}  # the current processes
         self.addresses = {name: f"tcp://{HOST}:{machine.free_port()}" for name in mode.relays}
         self._texts = texts
         self._seed = seed

@@ -104,15 +104,15 @@ def workers_in(release: Record) -> set[str]:
 
 
 def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float) -> dict[str, Any]:
-    """What came after a fault: seconds to the next version, and whether the run got over it.
+    """The effect of a fault: seconds to the next version, and whether the run survived it.
 
-    It did when it went on, and the target took part again, or left as it was meant to. `seen` are all
-    versions with the time at which each was seen; the run `began` on the same clock.
+    It did if it continued, and the target took part again, or left as intended. `seen` are all versions
+    with the time at which each was seen; the run `began` on the same clock.
     """
     at = float("inf") if entry.at is None else entry.at
     later = [each for each in seen if each[0] > at]
     back, target = later, entry.fault.target
-    if target in (*WORKERS, *RELAYS):  # it has to take part again, or somebody behind it
+    if target in (*WORKERS, *RELAYS):  # it must take part again, or for a relay one of its workers
         names = {target} if target in WORKERS else {*WORKERS[RELAYS.index(target) :: len(RELAYS)]}
         back = [each for each in later if names & workers_in(each[1])]
     return {

@@ -1,7 +1,7 @@
 """The role "drill-worker": trains the demo's model until it is told to leave, or is killed.
 
-It writes down each inner step at once, so that what was trained in a life that ended in the middle is
-known; and it leaves the run only when nothing that it has trained is unsent.
+It records each inner step at once, so that the work of a killed process is known; and it leaves the run
+only after all of its work was sent.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class Experiment:
     """One start of an experiment.
 
     Args:
-        command: as it is started in a checkout; it begins each message to standard error.
+        command: the command in a checkout; it begins each message to standard error.
         out: the folder for its results and logs.
-        interrupted: what Ctrl-C leaves behind.
-        width: of tables where there is no terminal.
+        interrupted: the message after Ctrl-C.
+        width: of tables without a terminal.
 
     Attributes:
         has_failed: a part could not be measured.

@@ -68,13 +68,13 @@ def allow_many_files() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def complaint() -> str:
-    """Why nothing can be measured here; empty where it can."""
+    """Why nothing can be measured here; empty if it can."""
     if Path("/proc/self/clear_refs").exists():
         return ""
     return f"processes are watched through Linux's /proc, and this is {sys.platform}"

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from diloco_lab.driver.records import BadFile
 
 R = TypeVar("R")
-NOTHING = "-"  # a cell for which there is no number
+NOTHING = "-"  # an empty cell
 
 
 @dataclass(frozen=True)

@@ -82,13 +82,13 @@ def begin_process() -> None:
 def train_all(
     trials: Sequence[Trial], results: Results, jobs: int, tell: Callable[[str], None]
 ) -> None:
-    """Train what has no result yet.
+    """Train the trials that have no result yet.
 
     Args:
         jobs: processes at a time; 0: one for each core.
-        tell: takes a line for each trial that is done.
+        tell: takes a line for each completed trial.
 
-    Raises whatever a trial fails with; what was done by then is kept.
+    Raises the error of a trial; earlier results are kept.
     """
     missing = missing_of(results, trials)
     if not missing:
@@ -97,7 +97,7 @@ def train_all(
     spawn = multiprocessing.get_context("spawn")
     at_a_time = min(jobs or os.cpu_count() or 1, len(missing))
     with ProcessPoolExecutor(at_a_time, spawn, initializer=begin_process) as pool:
-        # The long ones first, so that none of them is alone at the end.
+        # The long ones first, so that none of them runs alone at the end.
         futures = [pool.submit(measure, trial) for trial in sorted(missing, key=lambda t: -t.work)]
         try:
             for done, future in enumerate(as_completed(futures), 1):

@@ -1,7 +1,7 @@
 """One DiLoCo run in one process: a real broker, and real workers that take turns to compute.
 
-Broker and workers are those that everybody uses, over TCP on this machine; what is made up is only who
-computes when. So a run gives the same bits as one of separate processes, and many runs fit on a machine.
+Broker and workers are the usual ones, over TCP on this machine; only the order in which they compute is
+simulated. So a run gives the same bits as one of separate processes, and many runs fit on a machine.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class Baton:
 REVERSED, ENORMOUS = -3.0, 1000.0
 # Tokens that a worker reports for each of its steps: what is lost weighs a billionth of the rest.
 KEPT, LOST = 1_000_000_000, 1
-LOOK_S = 0.5  # between two looks whether a worker has failed
+LOOK_S = 0.5  # between two checks for a failed worker
 
 
 @dataclass
 class Outcome:
-    """What a run has come to.
+    """The result of a run.
 
     Attributes:
         curve: (inner steps of each worker, on the mean; seconds, virtual or real; held-out loss of the
@@ -182,7 +182,7 @@ class DiLoCoRun:
         ended = outcome.curve[-1][2] is None  # it has diverged
         loss = None if ended else finite(gpt.validation_loss(judge, *self.text.validation))
         if outcome.curve[-1][0] == trial.steps:
-            outcome.curve.pop()  # what has come since is in this one
+            outcome.curve.pop()  # the final evaluation replaces it
         outcome.curve.append((trial.steps, self.now, loss))
         outcome.staleness = sum(self.stale) / len(self.stale) if self.stale else 0.0
         return outcome
@@ -352,7 +352,7 @@ class Worker:
             parameter.copy_(start + factor * moved)
 
     def _looks(self) -> None:
-        """The first worker evaluates what it has received, every so many rounds."""
+        """The first worker evaluates the received parameters every `trial.every` rounds."""
         every = self.trial.every * self.trial.sync_every
         if self.number == 0 and every and self.step % every == 0:
             seconds = self.step / min(self.trial.speeds, default=1.0)

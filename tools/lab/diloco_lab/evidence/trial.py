@@ -133,7 +133,7 @@ class Trial:
         return record_of(cls, plain)
 
     def with_changes(self, **changes: Any) -> Trial:
-        """Another one. What is no field of a trial is an option of the broker."""
+        """A changed copy. Names that are not fields of a trial are options of the broker."""
         own = {each.name for each in fields(self)}
         changed = {name: value for name, value in changes.items() if name in own}
         options = {name: value for name, value in changes.items() if name not in own}

@@ -1,7 +1,7 @@
-"""Has anything that is installed a known vulnerability? `pip-audit` says so, if it reaches its data.
+"""Asks `pip-audit` for known vulnerabilities of the installed packages.
 
-A finding fails. Data that cannot be reached is said and no failure: otherwise nobody could lint
-without a network. Nothing leaves this machine but names and versions of packages.
+A finding fails. Unreachable data is reported and does not fail, so that linting works without a network.
+Only names and versions of packages leave this machine.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def look(command: Sequence[str] = PIP_AUDIT, within_s: float = ALL_WITHIN_S) -> 
     last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
     if ended.returncode == 0:
         unknown = ended.stdout.count("could not be audited")
-        known = f"{len(packages) - unknown} of {len(packages)} packages were to be found there"
+        known = f"{len(packages) - unknown} of {len(packages)} packages were found there"
         return True, f"pip-audit: {last}; {known}"
     if ended.returncode == 1 and ended.stdout.strip():
         return False, f"pip-audit: {last}\n{ended.stdout.strip()}"
-    # Of a traceback what was raised, not where; pip-audit's warnings have addresses in them.
+    # The error of a traceback, without its places; pip-audit's warnings contain addresses.
     said = [line for line in ended.stderr.splitlines() if not line.startswith((" ", "WARNING:"))]
     if ended.returncode == 1 and _OF_THE_NETWORK.search("\n".join(said)):
         return True, f"pip-audit was skipped, since its data cannot be reached: {last}"

@@ -4,7 +4,7 @@ import { make, say } from "./dom.js";
 
 const HEIGHT = 184;
 const HUES = 8; // colours in the style sheet; further lines are grey
-const MOST_LINES = 64; // of a plot; more are slow to draw and cannot be told apart
+const MOST_LINES = 64; // of a plot; more are slow to draw and hard to distinguish
 const MOST = 10_000; // points of a line
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 

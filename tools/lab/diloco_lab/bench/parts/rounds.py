@@ -77,9 +77,9 @@ def one_round(
 def has_room(
     pool: ProcessPool, row: str, size: str, workers: int, *, runs: int = 1, more: int = 0
 ) -> bool:
-    """Whether so many runs of these workers fit into memory; else the row is told to be left out.
+    """Whether `runs` runs of these workers fit into memory; if not, the row is noted as skipped.
 
-    `more` are copies of the parameters that each run has besides.
+    `more` are further copies of the parameters in each run.
     """
     copies = runs * (workers * WORKER_HOLDS + BROKER_HOLDS + more)
     return pool.has_memory(copies * FP32 * parameters_of(size) / 1e9, row)

@@ -98,15 +98,15 @@ def number(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that was measured, several times where it could be."""
+    """A measured quantity, with several values if possible."""
 
     part: str  # of the benchmark
-    of: str  # what it was measured on; rows of a table
-    name: str  # what was measured; columns of a table
-    values: tuple[float, ...]  # in the order in which they were measured
+    of: str  # the configuration; rows of a table
+    name: str  # the quantity; columns of a table
+    values: tuple[float, ...]  # in the order of measurement
     unit: str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, s/GB, bits, or % for a fraction
     target: str | None = None  # key in `TARGETS`
-    note: str = ""  # what else one should know
+    note: str = ""
 
     def __post_init__(self) -> None:
         has_other_target = self.target is not None and TARGETS[self.target].unit != self.unit
@@ -184,7 +184,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def _part_table(part: str, figures: Sequence[Figure]) -> Table:
-    """What it was measured on in rows, what was measured in columns; medians with their spreads."""
+    """Configurations in rows, quantities in columns; medians with their spreads."""
     columns = dict.fromkeys((each.name, each.unit) for each in figures)
     cells = {(each.of, each.name, each.unit): _cell(each) for each in figures}
     rows = dict.fromkeys(each.of for each in figures)

@@ -126,16 +126,16 @@ class Trainer:
         }
 
     def simulate(self, steps: int | None, step_s: float, drift_every: int) -> dict[str, Any]:
-        """Steps of this length that change the parameters, as training does, with the hook behind each.
+        """Steps of this length that change the parameters, as training does, each followed by the hook.
 
         Args:
-            steps: how many; None: until something else is asked for.
-            step_s: seconds of each; what the change itself takes is part of them.
-            drift_every: the parameters change in the first of so many steps: before each boundary.
+            steps: their number; None: until the next request.
+            step_s: seconds of each, with the change.
+            drift_every: the parameters change in one of this many steps, before each boundary.
 
         Returns:
-            How long the hook held up each step and how long it takes to copy all parameters once, in s;
-            how many steps behind its slot the last reply was merged.
+            The seconds by which the hook delayed each step, the seconds of one copy of all parameters,
+            and the steps by which the last reply was merged late.
         """
         waited: list[float] = []
         while not self._is_asked() if steps is None else len(waited) < steps:

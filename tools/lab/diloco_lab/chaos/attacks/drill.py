@@ -140,7 +140,7 @@ class Stage:
         try:
             return Tally(**attacker.hear(START_WITHIN_S + seconds + ENDS_LATE_S))
         except ChildFailed as error:
-            # It tells nothing of the broker, but nobody may take it for an attack that was withstood.
+            # It says nothing about the broker, but must not count as an attack that was withstood.
             through = [f"it was not tried to its end: {error}"]
             return Tally(through=through, began_at=began, ended_at=time.monotonic())
         finally:

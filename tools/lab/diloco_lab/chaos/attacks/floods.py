@@ -1,4 +1,4 @@
-"""Attacks that cost: floods of frames, headers and questions, and answers that nobody reads."""
+"""Attacks on resources: floods of frames, headers and requests, and unread answers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def observers(scene: Scene) -> None:
 
 
 def manifests(scene: Scene) -> None:
-    """50 kB of questions for the manifest, whose answers nobody reads; from ten connections."""
+    """50 kB of requests for the manifest on ten connections, which do not read the answers."""
     question = messages.Control("manifest", 1, {"who": "an attacker"})
 
     def ask(peer: Peer) -> int:
@@ -126,9 +126,9 @@ def manifests(scene: Scene) -> None:
 def _never_read(
     scene: Scene, count: int, ask: Callable[[Peer], object], *, must_end: bool = True
 ) -> None:
-    """Ask on so many connections, one after the other, and read nothing until the time is over.
+    """Ask on `count` connections, one after the other, and read nothing until the time is over.
 
-    Where the time is longer than who reads nothing may stay, all of them have to be ended.
+    If the time is longer than a connection without a reader may last, all of them must be ended.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ WORKERS = tuple(Owner(Role.WORKER, name) for name in ("thief", "victim", "pulse"
 THIEF, VICTIM, PULSE = WORKERS
 # What a monitor may not ask for; none of it would be undone by itself.
 STEERING = ("pause", "save", "manifest", "shutdown", "kick", "close", "set")
-SAVE_EVERY = 1_000_000  # of the broker: the drill is no test of disks
+SAVE_EVERY = 1_000_000  # of the broker: the drill does not test disks
 SHORT_S = 0.3  # for an answer that should not come
 FEED_WITHIN_S = 2.0  # the feed speaks every second
 FLOOD = frame(b"", more=True) * (1 << 16)
@@ -73,7 +73,7 @@ def wrong_key(scene: Scene) -> None:
     def attempt() -> None:
         for owner in (VICTIM, OPERATOR):
             keys = Keys(owner, *zmq.curve_keypair(), broker)
-            _must_be_silent(scene, keys, "a key that nobody made", owner.name)
+            _must_be_silent(scene, keys, "a made-up key", owner.name)
 
     with _feed_is_silent(scene, Keys(MONITOR, *zmq.curve_keypair(), broker)):
         scene.repeat(attempt)
@@ -93,7 +93,7 @@ def _feed_is_silent(scene: Scene, keys: Keys | None) -> Iterator[None]:
         until = time.monotonic() + FEED_WITHIN_S
         yield
         if reader.poll(max(0, int(1000 * (until - time.monotonic())))):
-            what = "without a key" if keys is None else "with a key that nobody made"
+            what = "without a key" if keys is None else "with a made-up key"
             scene.tally.got_through(f"the feed was read {what}")
 
 

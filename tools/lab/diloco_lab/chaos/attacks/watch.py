@@ -96,9 +96,9 @@ def pace(times: list[float], start: float, end: float) -> float:
 
 
 def pace_beside(times: list[float], began: float, ended: float, settled: float) -> float:
-    """Rounds per second from an attack's begin until a moment after it.
+    """Rounds per second from an attack's beginning until a moment after it.
 
-    What is calm again after a long attack does not make up for what was slow during it.
+    A calm time after a long attack does not compensate for a slow one during it.
     """
     whole = pace(times, began, settled)
     return min(whole, pace(times, began, ended)) if ended - began >= LONG_S else whole

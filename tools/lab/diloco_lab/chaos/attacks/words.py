@@ -11,7 +11,7 @@ from diloco_protocol import messages
 
 MARK = "FORGED-BY-AN-ATTACKER"
 HOST = f"host\n12:00:00 WARNING {MARK}\r\x1b]0;{MARK}\x07\x1b[2J\u202e{MARK}"
-# Settings that would end a training, or stand still for ever; each of them is out of every bound.
+# Settings that would ruin or stop a training; each of them is out of bounds.
 RUINOUS: tuple[dict[str, Any], ...] = (
     {"outer_lr": 1e308},
     {"outer_lr": math.inf},
@@ -58,7 +58,7 @@ def host_names(scene: Scene) -> None:
 
 
 def settings(scene: Scene) -> None:
-    """`set` to values that end a run, as a stranger or with the key at hand."""
+    """`set` to ruinous values, without a key or with the given one."""
     _steer(scene, [("set", values) for values in RUINOUS])
 
 

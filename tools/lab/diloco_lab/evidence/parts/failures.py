@@ -58,14 +58,14 @@ POISON = Part(
     ),
     (
         compared(
-            "perplexity under the plain mean, one sends a thousandfold, against nobody",
+            "perplexity under the plain mean, one sends a thousandfold, against a run without harm",
             ("a thousandfold: mean", "none does"),
             least=20,
         ),
         *_under("enormous"),
         compared("with --max-delta-norm auto", (_LIMITED, "none does"), most=5),
         compared(
-            "perplexity under the plain mean, one sends threefold and reversed, against nobody",
+            "perplexity under the plain mean, one sends threefold and reversed, against the same run",
             ("threefold, reversed: mean", "none does"),
         ),
         *_under("reversed"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,15 +226,3 @@ def test_islands_leave_a_broker_that_is_gone_for_good(
         run.waits_for(who, "saves and leaves")
         run.waits_for(who, r"stops at step \d+: SIGTERM")
     run.waits_for_the_end()
-
-
-def test_what_slurm_refuses_is_told_and_leaves_no_half_of_a_run(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    run = Run(cluster, tmp_path, "refused")
-    words = [*LAUNCH, "--islands", "1", "--name", "refused", "--folder", str(run.of_run)]
-    words += ["--sbatch=--partition=nowhere", "--submit", "--", "true"]
-    said = cluster.says("bash", "-c", f"{shlex.join(words)}; echo code $?", cwd=tmp_path)
-    assert "sbatch failed: " in said and "nvalid partition" in said
-    assert "code 2\n" in said
-    assert not any(job.startswith("refused") for job in cluster.jobs())

@@ -18,7 +18,6 @@ from diloco_lab.bench.__main__ import app, write
 from diloco_lab.bench.parts import codecs, rounds
 from diloco_lab.bench.parts.rounds import WHOLE_ROUND, Round
 from diloco_lab.bench.process_pool import ProcessPool
-from diloco_lab.bench.report import figures as arithmetic
 from diloco_lab.bench.report.figures import TARGETS, figure, sentences
 from diloco_lab.bench.roles.hearts import Hearts
 from diloco_lab.bench.roles.trainer import still_model
@@ -30,27 +29,6 @@ from kit.tool_results import report
 
 MIB = 1 << 20
 CHUNK = 1000  # elements, where the broker is the test's own
-
-
-def test_ratio_of_what_is_measured_in_turn_holds_when_both_drift() -> None:
-    speeds = iter([4.0, 1.75, 3.0, 1.25, 2.0])
-    limits, products = arithmetic.in_turn(lambda: next(speeds), lambda: next(speeds), 2)
-    assert (limits, products) == ([4.0, 3.0, 2.0], [1.75, 1.25])
-    assert arithmetic.against(products, limits) == [0.5, 0.5]
-
-
-def test_growth_is_the_slope_of_memory_over_workers() -> None:
-    measured = []
-    for size in ("10M", "125M"):
-        for workers in (2, 4):
-            row = rounds.row_of(size, workers, "fp32")
-            memory = 40.0 + 5 * workers
-            measured.append(figure(rounds.COST_PART, row, "broker beyond state", memory, "MB"))
-    found = {each.of: each for each in rounds.growth(measured)}
-    assert found.keys() == {"10M, fp32", "125M, fp32"}
-    assert found["10M, fp32"].median == pytest.approx(5)
-    assert found["125M, fp32"].is_met
-    assert not rounds.growth(measured[:1]), "one configuration has none"
 
 
 def test_target_is_met_by_the_median_on_its_side_of_the_limit() -> None:

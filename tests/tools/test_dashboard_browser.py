@@ -66,12 +66,6 @@ def is_no_wider_than_the_screen(page: Page) -> bool:
     return not wide
 
 
-def comes_to_show(page: Page, plot: str, bounds: str) -> None:
-    """Wait until the vertical axis of this plot, from `low` to `high`, is within these bounds."""
-    axis = f"const {{min: low, max: high}} = document.querySelector('{plot}').chart.plot.scales.y"
-    page.wait_for_function(f"() => {{ {axis}; return {bounds}; }}", timeout=PATIENCE_MS)
-
-
 def reads(page: Page, plot: str, *values: str) -> None:
     """The legend of a plot comes to have these values, of x first."""
     shown = page.locator(f"{plot} .u-legend .u-value")
@@ -235,23 +229,6 @@ class TestToken:
 
 
 class TestLook:
-    def test_workers_have_a_column_for_relays_once_one_comes_through_one(
-        self, page: Page, publisher: Publisher
-    ) -> None:
-        title = page.get_by_role("button", name="Via")
-        publisher.says(workers=[a_worker("a"), a_worker("b")])
-        playwright.expect(page.locator("#workers tbody tr")).to_have_count(2, timeout=PATIENCE_MS)
-        playwright.expect(title).to_be_hidden()
-        workers = [a_worker("a", via="south"), a_worker("b"), a_worker("c", via="north")]
-        relays = [{"name": "north", "workers": 1}, {"name": "south", "workers": 1}]
-        publisher.says(sequence=413, workers=workers, relays=relays)
-        playwright.expect(title).to_be_visible(timeout=PATIENCE_MS)
-        title.click()
-        assert page.locator("#workers td.via .main").all_text_contents() == ["", "north", "south"]
-        assert page.locator("#workers th.id .main").all_text_contents() == ["b", "c", "a"]
-        assert is_no_wider_than_the_screen(page)
-        sees(page, "#server", "north 1 worker, south 1 worker")
-
     def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
         publisher.says(
             workers=[a_worker(HOSTILE, host=HOSTILE, state=HOSTILE, health=HOSTILE)],
@@ -314,21 +291,6 @@ class TestLook:
         plot.hover(position={"x": 70, "y": 50})
         reads(page, "#plot-loss", "0", "4")
         assert is_drawn(page, "#plot-loss")
-
-    def test_first_round_does_not_flatten_the_curve_and_the_page_says_so(
-        self, page: Page, publisher: Publisher, site: Site
-    ) -> None:
-        for number, loss in enumerate([10.8, 5.5] + [3.0 - 0.02 * n for n in range(10)]):
-            publisher.says(
-                sequence=10 + number,
-                uptime_s=100.0 + number,
-                last_round={"number": number, "seconds": 40.0, "loss": loss},
-            )
-            site.await_state(sequence=10 + number)
-        sees(page, "#plot-loss .note", "2 rounds with 5.500 to 10.800")
-        bounds = "2.7 < low && low < 2.82 && 3.0 < high && high < 3.1"
-        comes_to_show(page, "#plot-loss", bounds)
-        assert page.locator("#plot-seconds .note").inner_text() == ""
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_phone_shows_cards_and_never_scrolls_sideways(

@@ -195,13 +195,6 @@ class TestScreen:
 
 
 class TestPage:
-    def test_page_with_an_operator_s_key_steers(self, keyed: Broker, folder: KeyFolder) -> None:
-        with serving(keyed.feed_address, keys=key(folder, "anna")) as site:
-            site.await_state(security="keys")
-            answer = site.orders({"action": "pause"})
-            assert (answer.status, answer.json["ok"]) == (200, True), answer.json
-            site.await_state(state="paused")
-
     def test_page_with_another_key_says_why_it_only_shows(
         self, keyed: Broker, folder: KeyFolder
     ) -> None:

@@ -124,11 +124,6 @@ def test_nothing_is_estimated_of_a_worker_that_may_not_train(keys: dict[str, Any
     assert estimate(**keys) is None
 
 
-def test_nothing_is_estimated_from_a_stale_feed() -> None:
-    assert estimate(after_s=9.9) is not None
-    assert estimate(after_s=10.1) is None
-
-
 @pytest.mark.parametrize(("timeout", "silent"), [(120.0, 45.0), (30.0, 15.0), (0.0, 45.0)])
 def test_silence_beyond_the_usual_interval_ends_the_estimate(timeout: float, silent: float) -> None:
     """Heartbeats come every 30 s, or every third of what the broker tolerates."""

@@ -18,7 +18,6 @@ from diloco_protocol.records import field_names
 from diloco_tools.monitor.feed import history_lines
 from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.monitor.feed.replay import Moment, read_history
-from diloco_tools.monitor.feed.series import Rate, RunSeries
 from kit.past_runs import closed, event, line, start, write
 
 # Every key that the lines of a history have.
@@ -158,21 +157,6 @@ class TestMoments:
         model = FeedModel()
         assert all(model.update(moment.snapshot, moment.at) for moment in moments)
         assert (model.missed, model.restarts) == (0, 1)
-
-    def test_series_of_a_past_run_are_those_of_its_rounds(self, tmp_path: Path) -> None:
-        almost = event(19.9, "almost")  # must not turn 2 KB in 10 s into 2 KB in 0.1 s
-        lines = [closed(10.0, 1, "a"), almost, closed(20.0, 2, "a")]
-        moments = past(tmp_path, start(0.0), *lines)
-        series = RunSeries()
-        for moment in moments:
-            series.update(moment.snapshot, moment.at)
-        assert [closed.number for _, closed in series.rounds] == [1, 2]
-        assert series.network == [Rate(10.0, 100.0, 200.0), Rate(20.0, 100.0, 200.0)]
-        assert series.speeds == {"a": [(10.0, 12.5), (20.0, 12.5)]}
-        assert [moment.at for moment in moments[1:]] == [10.0, 19.9, 20.0], "they are a sequence"
-        assert moments[-1] == moments[3]
-        with pytest.raises(IndexError):
-            moments[4]
 
 
 class TestWorkers:

@@ -182,11 +182,6 @@ def test_the_brokers_own_sentences_are_understood(name: str) -> None:
     assert last("a leaves") == ("a", "leaves")
 
 
-def test_each_round_is_told_once(tmp_path: Path) -> None:
-    text = "Round 7 (fragment 1) closed in 1.0 s: 1 of 2 expected workers averaged, without b."
-    assert not facts_of(tmp_path, closed(AT, 7, "a"), event(AT, text)).events
-
-
 # Settings, operators, warnings.
 
 
@@ -247,14 +242,6 @@ def test_run_in_which_nothing_happened_has_a_report(tmp_path: Path) -> None:
     shown = page(facts)
     assert "No round closed" in shown.text("head")
     assert not shown.series["rounds"]
-
-
-def test_clock_that_is_set_back_and_far_off_times_do_no_harm(tmp_path: Path) -> None:
-    rounds = [closed(at, n, "a") for n, at in enumerate([AT, AT - 500, 0, AT + 1, 9e11])]
-    facts = facts_of(tmp_path, *rounds)
-    ats = [at for at, *_ in facts.series["rounds"]]
-    assert ats == sorted(ats) and facts.rounds == 5
-    page(facts)
 
 
 anything = st.recursive(

@@ -94,14 +94,6 @@ class TestPlayer:
             assert rounds == [371 + n for n in range(31)]
             assert scene.series.cpu is not None
 
-    def test_one_moment_is_shown_and_not_played(self, clock: Clock) -> None:
-        player = Player(moments(1), clock)
-        clock.now += 10.0
-        player.tick()
-        player.toggle()
-        player.last()
-        assert (player.index, player.playing) == (0, False)
-
 
 class TestScreen:
     @pytest.fixture

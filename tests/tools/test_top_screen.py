@@ -157,12 +157,6 @@ class TestTable:
         assert pilot.marked() == "w051" and "w051" in pilot.text()
         assert "mac-mini (attic)" in pilot.text(), "events keep their place"
 
-    async def test_mouse_marks_a_worker(self, pilot: ScreenPilot) -> None:
-        await pilot.pilot.click("#workers", offset=(5, 4))
-        assert pilot.marked() == "rtx-home"
-        await pilot.pilot.click("#header")
-        assert pilot.marked() == "rtx-home"
-
 
 class TestPages:
     @both
@@ -215,11 +209,3 @@ async def test_names_of_strangers_are_only_text(pilot: ScreenPilot) -> None:
     assert "a?[2J[red]?b" in pilot.text()
     await pilot.press("n", "enter")
     assert "\x1b" not in pilot.text()
-
-
-async def test_failing_checkpoint_is_red(pilot: ScreenPilot) -> None:
-    saved = {"folder": "/d", "round": 400, "age_s": 70.0, "error": "No space left on device"}
-    await pilot.hears(snapshot(42, checkpoint=saved), after_s=1.0)
-    assert pilot.shows("NOT SAVED: No space left", "no checkpoint can be written")
-    await pilot.hears(snapshot(43, checkpoint=None), after_s=1.0)
-    assert "has no save folder" in pilot.text()

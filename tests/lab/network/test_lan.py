@@ -70,15 +70,6 @@ def test_efficiency_is_the_longest_of_line_and_work_over_what_was_measured() -> 
     assert costs.least_seconds(1e7, 1, 1e11) == pytest.approx(0.2)
 
 
-def test_work_of_the_broker_is_a_straight_line_over_workers() -> None:
-    more = [a_round(workers=n, broker_cpu_s=0.1 + 0.05 * n) for n in (1, 2, 4)]
-    costs = founding.costs_of(more, USUAL)
-    assert costs is not None
-    assert costs.broker_cpu * 1e7 == pytest.approx(0.1)
-    assert costs.broker_cpu_of_each * 1e7 == pytest.approx(0.05)
-    assert costs.of is more[0]  # where processes wait for a core the least
-
-
 def test_streaming_leaves_copies_and_what_does_not_fit_between_two_syncs() -> None:
     streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
     standstill = founding.streaming_standstill([streamed], USUAL)
@@ -129,10 +120,10 @@ def test_other_measurements_change_the_page_between_its_marks_only() -> None:
 def test_command_without_root_says_why_it_measures_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("diloco_lab.network.__main__.why_not", lambda: "it takes root")
+    monkeypatch.setattr("diloco_lab.network.__main__.why_not", lambda: "it needs root")
     done = CliRunner().invoke(app, ["lan", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == SKIPPED
-    assert done.stderr == "python -m diloco_lab.network lan: skipped: it takes root\n"
+    assert done.stderr == "python -m diloco_lab.network lan: skipped: it needs root\n"
     as_make_has_it = ["lan", "--quick", "--out", str(tmp_path), "--skip-is-success"]
     assert CliRunner().invoke(app, as_make_has_it).exit_code == 0
 

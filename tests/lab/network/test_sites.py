@@ -97,7 +97,7 @@ def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--page"], "takes the file of results"),
+        (["--page"], "--into"),
         (["--into", "/nowhere/sites.json"], "cannot be written"),
     ],
 )

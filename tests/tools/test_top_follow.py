@@ -160,16 +160,6 @@ def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:
         publisher.await_subscriber()
 
 
-def test_slow_reader_gets_what_waits_for_it_however_long_ago_it_looked(
-    publisher: Publisher,
-) -> None:
-    with FeedSubscriber(publisher.address, renew_after_s=0.0) as feed:
-        publisher.await_subscriber()
-        publisher.send(frame(status()))
-        assert feed._socket.poll(int(1000 * PATIENCE_S))
-        assert feed.receive(0.0) is not None
-
-
 def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
     address = publisher.address
     pilot = ScreenPilot(fill=False, address=address, feed=FeedSubscriber(address))

@@ -30,7 +30,7 @@ def emptied(folder: Path, mark: str) -> Path:
     """
     if folder.exists() and any(folder.iterdir()):
         if not (folder / mark).exists():
-            raise FileExistsError(f"{folder} contains something else (there is no file {mark})")
+            raise FileExistsError(f"{folder} contains something else, and no file {mark}")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

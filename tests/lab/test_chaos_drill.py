@@ -82,7 +82,7 @@ def test_run_that_kept_every_promise_has_no_problem() -> None:
         ("averaged", {"averaged": 94, "share": 0.94}, "94 of 100 workers alive"),
         ("rounds", 39.0, "39 rounds"),
         ("audit", {"problems": ["a.1 saw p1."]}, "a.1 saw p1"),
-        ("faults", [verdict(Kind.CUT, survived=False)], "did not get over"),
+        ("faults", [verdict(Kind.CUT, survived=False)], "did not survive"),
         ("faults", [verdict(Kind.CUT, at_s=None, survived=False)], "never carried out"),
         ("faults", [verdict(Kind.KILL_BROKER, next_round_s=60.0)], "in 60.0 s"),
         ("ending", {"checksums": {"a.1": "decade"}}, "a.1 pulled other parameters"),

@@ -88,7 +88,7 @@ def main(  # noqa: PLR0917  each is an option
 
 
 def measure(experiment: Experiment, study: Study, part: Part, jobs: int) -> None:
-    """One part, with a line for each run as it is done, and its findings at the end."""
+    """Measure one part, with a line for each completed run, and its findings at the end."""
     if missing := study.missing(part):
         experiment.tick(f"{part.name} {missing} runs to go")
     conducted = study.conduct(part, jobs, lambda text: experiment.tick(f"{part.name} {text}"))

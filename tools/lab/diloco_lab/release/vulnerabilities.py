@@ -16,10 +16,10 @@ from pathlib import Path
 
 OURS = "diloco-broker"
 PIP_AUDIT = (sys.executable, "-m", "pip_audit")
-# For one package, and for all of them, seconds: a network that swallows everything must not stop lint.
+# Seconds for one package, and for all of them: a network without answers must not block lint.
 ONE_WITHIN_S = 5
 ALL_WITHIN_S = 60.0
-# What it and requests say where an answer does not come, or is an error of the server.
+# Errors of it and of requests without an answer, or with an error of the server.
 _OF_THE_NETWORK = re.compile(
     r"connect|network|time(d )?out|HTTPError|SSLError|ProxyError", re.IGNORECASE
 )
@@ -61,10 +61,10 @@ def look(command: Sequence[str] = PIP_AUDIT, within_s: float = ALL_WITHIN_S) -> 
 
 
 def pinned(installed: Iterable[Distribution]) -> list[str]:
-    """Name and version of each, in the form of a requirement; without us, whom no database knows."""
+    """Name and version of each, in the form of a requirement, without our own packages."""
     found = {each.metadata["Name"]: each.version for each in installed}
     found.pop(OURS, None)
-    # What is left of a package that was half removed has neither.
+    # The rest of an incompletely removed package has neither.
     found = {name: version for name, version in found.items() if name and version}
     # A build for one kind of machine (2.13.0+cpu) has the vulnerabilities of its release.
     return sorted(f"{name}=={version.partition('+')[0]}" for name, version in found.items())

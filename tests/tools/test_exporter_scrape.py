@@ -16,12 +16,14 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from diloco_protocol.feed import TOPIC, parse_snapshot
+from diloco_protocol.printable import printable
 from diloco_tools.monitor.feed import model
 from diloco_tools.monitor.feed.listener import FeedWatcher, Reading
 from diloco_tools.monitor.metrics import server
 from diloco_tools.monitor.metrics.cli import DEAD_AFTER_S, app
-from diloco_tools.monitor.metrics.metrics import RunCollector
+from diloco_tools.monitor.metrics.metrics import RunCollector, label_value
 from kit.exporter_scrapes import (
+    HOSTILE,
     exported,
     fetch,
     parsed,
@@ -31,7 +33,7 @@ from kit.exporter_scrapes import (
     status,
     until,
 )
-from kit.feed_snapshots import PATIENCE_S, Publisher, frame
+from kit.feed_snapshots import PATIENCE_S, Publisher, frame, worker
 from kit.web_commands import NOBODY, refusal, run, started
 
 MODULE = "diloco_tools.monitor.metrics.cli"
@@ -108,6 +110,36 @@ class TestScrape:
         for metric in metrics:
             for unit in ("seconds", "bytes"):
                 assert (metric.unit == unit) == metric.name.endswith(f"_{unit}"), metric.name
+
+    def test_series_of_workers_are_bounded(self, publisher: Publisher, exporter: str) -> None:
+        publisher.send(frame(status(workers=[worker(f"w{n:03}") for n in range(500)])))
+        found = until(exporter, "diloco_feed_snapshots_received_total", 1)
+        shown = {labels[0] for name, labels in found if name == "diloco_worker_healthy"}
+        assert shown == {f"w{number:03}" for number in range(20)}
+        assert found["diloco_workers_without_series", ()] == 480
+        assert found["diloco_workers", ("ok",)] == 500
+
+    def test_hostile_worker_ids_are_only_labels(self, publisher: Publisher, exporter: str) -> None:
+        publisher.send(frame(status(workers=[worker(name) for name in HOSTILE])))
+        found = until(exporter, "diloco_feed_snapshots_received_total", 1)
+        assert found["diloco_feed_up", ()] == 1
+        shown = {labels[0] for name, labels in found if name == "diloco_worker_healthy"}
+        assert shown == {label_value(printable(name)) for name in HOSTILE}
+        opened, _ = fetch(exporter, Accept=OPENMETRICS)
+        assert samples(parsed(opened, openmetrics=True)).keys() == found.keys()
+
+    def test_stale_takes_the_workers_away_and_news_bring_them_back(
+        self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, exporter: str
+    ) -> None:
+        monkeypatch.setattr(model, "STALE_ABOVE_S", 0.3)
+        monkeypatch.setattr(model, "LIVE_BELOW_S", 0.2)
+        publisher.send(frame(status(sequence=1)))
+        until(exporter, "diloco_feed_up", 1)
+        gone = until(exporter, "diloco_feed_up", 0)
+        assert not [name for name, _ in gone if "worker" in name]
+        publisher.send(frame(status(sequence=4)))
+        back = until(exporter, "diloco_workers_alive", 5)
+        assert back["diloco_feed_snapshots_missed_total", ()] == 2
 
     def test_garbage_and_a_newer_feed_are_counted_and_survived(self, publisher: Publisher) -> None:
         # Also: the address may come from the environment.

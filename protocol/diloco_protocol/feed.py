@@ -1,9 +1,9 @@
-"""The feed: one whole snapshot of the broker once a second, as a JSON object.
+"""The feed: a complete snapshot of the broker once a second, as a JSON object.
 
 The broker fills these records and publishes them; monitors read them. A subscriber that connects late
-or misses some needs nothing but the next one. Keys may be added without a new `FEED_VERSION`: a reader
-ignores those that it does not know, and an absent or null one takes its default. Ages are durations by
-the broker's own clock, so no two machines' clocks are ever compared.
+or misses snapshots needs only the next one. Keys may be added without a new `FEED_VERSION`: a reader
+ignores unknown keys, and an absent or null one takes its default. Ages are durations by the broker's
+own clock, so the clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from diloco_protocol.printable import printable_all
 from diloco_protocol.records import NOT_SENT, from_plain
 
 FEED_VERSION = 1
-# What `Snapshot.security` says of who may connect to the broker.
-KEYS = "keys"  # whoever has one of its keys
-LOOPBACK = "loopback"  # whoever is on its machine: it listens to no other, and asks for no keys
-INSECURE = "INSECURE"  # whoever reaches it from any machine
-DEAD = "dead"  # the health of a worker that died: it stays in displays, marked
-TOPIC = b"status "  # first bytes of a frame: what a SUB socket filters on
+# Values of `Snapshot.security`: who may connect to the broker.
+KEYS = "keys"  # holders of one of its keys
+LOOPBACK = "loopback"  # every process on its machine: it listens on loopback only, without keys
+INSECURE = "INSECURE"  # every process on any machine that reaches it
+DEAD = "dead"  # the health of a worker that died: displays keep it
+TOPIC = b"status "  # first bytes of a frame: the filter of a SUB socket
 MAX_SNAPSHOT_BYTES = 16 << 20  # 16 MiB: tens of thousands of workers fit
 MAX_DEPTH = 32  # levels of nesting: a snapshot has four, `extra` may add some
 
 
 class FeedError(Exception):
-    """What can be wrong with a feed, a sentence for the person at the terminal."""
+    """An error of a feed; the message is a sentence for the user."""
 
 
 class MalformedFeedError(FeedError):
@@ -42,7 +42,7 @@ class FeedVersionError(FeedError):
 
 
 class FeedRefusedError(FeedError):
-    """The broker wants a key, or another one; the sentence says what to do."""
+    """The broker requires a key, or another one; the message has the remedy."""
 
 
 class FeedAddressError(FeedError):
@@ -56,19 +56,19 @@ class Round:
     number: int
     fragment: int = 0
     phase: str = "open"
-    age_s: float = 0.0  # since it opened, without the time for which the run was held
+    age_s: float = 0.0  # since it opened, without time in which the run was held
     expected: tuple[str, ...] = ()
     arrived: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    floor: int = 0  # workers below which the round stays open
+    floor: int = 0  # minimum contributions
 
 
 @dataclass(frozen=True)
 class Counts:
     """Workers alive, participating in this round, averaged in the last.
 
-    `due` are those that should be alive: the `workers_wanted` less those that left properly, or those
-    alive together with the dead where these are more.
+    `due` is the number that should be alive: `workers_wanted` less those that left properly, or the
+    alive and the dead together if they are more.
     """
 
     alive: int = 0
@@ -88,7 +88,7 @@ class Model:
 
 @dataclass(frozen=True)
 class OuterGroup:
-    """A group of a torch outer optimizer."""
+    """A parameter group of a torch outer optimizer."""
 
     lr: float | None = None
     momentum: float | None = None
@@ -96,7 +96,7 @@ class OuterGroup:
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer optimizer and its settings; of torch's, what all of its groups have in common."""
+    """The outer optimizer and its settings; of a torch optimizer, those common to all its groups."""
 
     optimizer: str = ""
     lr: float | None = None
@@ -104,23 +104,23 @@ class Outer:
     groups: tuple[OuterGroup, ...] = ()  # empty but for an optimizer of torch
     nesterov: bool | None = None
     variant: str | None = None  # of Delayed Nesterov
-    buffer: int | None = None  # gradients to a momentum step; None where there is no buffer
+    buffer: int | None = None  # gradients per momentum step; None: no buffer
     c: float | None = None  # of Delayed Nesterov
-    # How both go over rounds, as the options have it; see `Fragment` for what they are now.
+    # Their schedules over rounds, as options; see `Fragment` for the current values.
     lr_schedule: str | None = None
-    momentum_warmup: str | None = None  # None where no momentum warms up
+    momentum_warmup: str | None = None
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """How contributions are reduced, and how many submissions are kept or wait for a slot."""
+    """How contributions are reduced, and how many submissions are stored or wait for a slot."""
 
     staged: bool = False
     aggregate: str = "mean"
-    trim: float | None = None  # of trimmed-mean: what is left out at each end
+    trim: float | None = None  # of trimmed-mean: the share trimmed at each end
     deterministic: bool = False
     relays: bool = False
-    # Longer pushes are refused: than this, or (auto) than 5 times `usual_norm` of the fragment.
+    # Pushes with a larger norm are rejected: than this, or (auto) than 5 times the `usual_norm`.
     max_delta_norm: float | None = None
     max_delta_norm_auto: bool = False
     weight_by: str = "equal"
@@ -133,23 +133,23 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Liveness:
-    """When a worker counts as gone; None: a broker that does not say."""
+    """Timeouts of workers; None: unknown."""
 
-    heartbeat_timeout_s: float | None = None  # dead for its silence; 0: never
-    stall_timeout_s: float | None = None  # stalled without a step; 0: never
-    disconnect_grace_s: float | None = None  # after its connection broke
+    heartbeat_timeout_s: float | None = None  # without a message: dead; 0: never
+    stall_timeout_s: float | None = None  # without a step: stalled; 0: never
+    disconnect_grace_s: float | None = None  # to reconnect
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """What an asynchronous run was told: Dynamic Local Updates, what staleness does, slots."""
+    """Settings of an asynchronous run: Dynamic Local Updates, staleness, admission slots."""
 
     dylu: bool = False
     dylu_min_steps: int | None = None
     staleness_weight: str = "none"
-    max_staleness: int | None = None  # older work is refused; None: none is too old
-    slots: int | None = None  # submissions under way at a time
-    deadline_s: float | None = None  # without progress, until one of them loses its slot
+    max_staleness: int | None = None  # staler work is rejected; None: no limit
+    slots: int | None = None  # submissions in progress at a time
+    deadline_s: float | None = None  # without progress, after which a submission loses its slot
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,9 @@ class Fragment:
     tag: str = ""  # random, in hexadecimal digits
     gradients: int = 0
     contributions: int = 0
-    buffered: int = 0  # gradients to its next momentum step that are in
-    usual_norm: float | None = (
-        None  # of pushes, median over the workers; None with fewer than three
-    )
-    # Of its next outer step, as the schedules have them by then; None as in `Outer`.
+    buffered: int = 0  # gradients in the buffer of its next momentum step
+    usual_norm: float | None = None  # median of pushes over the workers; None with fewer than three
+    # Scheduled values of its next outer step; None as in `Outer`.
     lr: float | None = None
     momentum: float | None = None
 
@@ -174,7 +172,7 @@ class Fragment:
 class Worker:
     """One worker as the broker sees it. `tokens` are since it joined, `staleness` is in versions.
 
-    One of several `processes` has a connection for chunks for each; `connections` are those there now.
+    `connections` is the number of its open data connections, of one for each of its `processes`.
     """
 
     id: str
@@ -183,14 +181,14 @@ class Worker:
     pid: int = 0
     state: str = ""
     health: str = "ok"
-    round: int | None = None  # that its last push was for
+    round: int | None = None  # of its last push
     step: int = 0
     inner_step: int = 0  # steps since its last boundary, of sync_every
-    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
+    inner_age_s: float | None = None  # since it reported them; None: the broker inferred them
     sync_every: int = 0
     steps_per_s: float | None = None
     loss: float | None = None
-    loss_is_finite: bool = True  # where it is not, `loss` is left out: strict JSON has no NaN
+    loss_is_finite: bool = True  # otherwise `loss` is None: strict JSON has no NaN
     staleness: int = 0
     pushes: int = 0
     beat_age_s: float = 0.0
@@ -198,13 +196,12 @@ class Worker:
     # Another worker that sent the same update, bit for bit, when both last pushed from one version.
     same_as: str | None = None
     tokens: int = 0
-    merge_delay: int | None = None  # steps from slot to merge, of its last merge
-    # What it warns of in its heartbeats, a sentence; of a dead one, what it died of.
-    warning: str | None = None
+    merge_delay: int | None = None  # steps from `sync_step` to the merge, of its last merge
+    warning: str | None = None  # from its heartbeats; of a dead worker, the cause of its death
     bytes_up: int = 0
     bytes_down: int = 0
     rejected: int = 0
-    delta_norm: float | None = None  # of its last whole push, as the broker measured it
+    delta_norm: float | None = None  # of its last complete push, as the broker measured it
     times_usual: float | None = None  # that over `usual_norm` of the fragment
     processes: int = 1
     connections: int = 1
@@ -212,12 +209,12 @@ class Worker:
 
     @property
     def title(self) -> str:
-        """Its name, and of how many processes it is: "b x2", "b x3/4" while one has no connection."""
+        """Its id with its number of processes: "b x2", "b x3/4" while one has no connection."""
         return self.id + share_of_processes(self.processes, self.connections)
 
 
 def share_of_processes(processes: int, connections: int) -> str:
-    """What follows the name of a worker; nothing where it is one process."""
+    """The suffix of a worker's name for its processes; empty for one process."""
     if processes <= 1:
         return ""
     return f" x{processes}" if connections >= processes else f" x{connections}/{processes}"
@@ -225,12 +222,12 @@ def share_of_processes(processes: int, connections: int) -> str:
 
 @dataclass(frozen=True)
 class Relay:
-    """A relay that is connected."""
+    """A connected relay."""
 
     name: str
-    workers: int = 0  # that come through it
+    workers: int = 0  # connected through it
     held_bytes: int = 0  # of chunks that it holds for the broker
-    silent_s: float = 0.0  # since it was heard
+    silent_s: float = 0.0  # since its last message
 
 
 @dataclass(frozen=True)
@@ -241,14 +238,14 @@ class Totals:
     pushes: int = 0
     rejected: int = 0
     malformed: int = 0
-    ended_connections: int = 0  # of peers that cost the broker too much
-    contributions: int = 0  # whole ones, in versions
+    ended_connections: int = 0  # dropped by the broker for exceeding a limit
+    contributions: int = 0  # complete ones, in versions
     steps: int = 0  # optimizer steps of the run's workers; see `diloco_protocol.messages.Progress`
-    tokens: int = 0  # that went into versions, as reported
+    tokens: int = 0  # in versions, as reported
     open_s: int = 0  # seconds in which rounds could close
     bytes_up: int = 0
     deaths: int = 0
-    refused: Mapping[str, Any] = field(default_factory=dict)  # work refused: how often, by reason
+    refused: Mapping[str, Any] = field(default_factory=dict)  # rejected work, by reason
     bytes_down: int = 0
 
 
@@ -258,12 +255,12 @@ class LastRound:
 
     number: int
     fragment: int = 0
-    version: int = 0  # that it made of this fragment
-    seconds: float = 0.0  # from its opening to its end, without the time for which the run was held
-    averaged: int = 0  # workers, counted whole
-    weight: float = 0.0  # of them all
-    loss: float | None = None  # mean of those that they reported
-    delta_norm: float | None = None  # mean of those of its pushes, as the broker measured them
+    version: int = 0  # of this fragment, which it made
+    seconds: float = 0.0  # from opening to close, without time in which the run was held
+    averaged: int = 0  # workers with a complete contribution
+    weight: float = 0.0  # sum over the contributions
+    loss: float | None = None  # mean of the reported losses
+    delta_norm: float | None = None  # mean over its pushes, as the broker measured them
     staleness: int = 0  # of its oldest push, in versions
 
 
@@ -273,38 +270,38 @@ class DataSet:
 
     name: str
     size: int = 0  # units of one epoch
-    epochs: int = 0  # 0: without an end
-    epoch: int = 0  # the oldest of which something is not counted, from 0
+    epochs: int = 0  # 0: unlimited
+    epoch: int = 0  # the oldest with units that are not counted, from 0
     counted: int = 0  # in the global parameters
     held: int = 0  # by workers
-    given_back: int = 0  # and not handed out again yet
+    given_back: int = 0  # and not handed out again
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where checkpoints go, and how old the newest is."""
+    """The folder of checkpoints, and the age of the newest."""
 
     folder: str = ""
-    round: int | None = None  # the coming one, of the newest
+    round: int | None = None  # that follows the newest
     age_s: float | None = None
-    error: str | None = None  # what is wrong, if anything
-    durable: bool = False  # each version is saved before anybody is told of it
+    error: str | None = None
+    durable: bool = False  # each version is saved before it is released
 
 
 @dataclass(frozen=True)
 class Standby:
-    """Of a hub that has a standby: whether it may release versions."""
+    """Of a broker with a standby: whether it may release versions."""
 
     holds_lease: bool = False
     lease_s: float = 0.0
-    heard_age_s: float | None = None  # since the standby was heard; None: never in this life
+    heard_age_s: float | None = None  # since the last message of the standby; None: none yet
     is_replaced: bool = False  # the standby has taken over
-    is_alone: bool = False  # an operator has said that there is none any more
+    is_alone: bool = False  # an operator declared the standby gone
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Work of a worker that the broker refused; `code` for programs, `text` for people."""
+    """Work of a worker that the broker rejected; `code` for programs, `text` for people."""
 
     age_s: float = 0.0
     worker: str = ""
@@ -324,7 +321,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Loop:
-    """How the broker's own thread fares: longest turn in ms, CPU seconds, resident bytes."""
+    """The broker's loop: longest turn in ms, CPU seconds, resident bytes."""
 
     longest_turn_ms: float | None = None
     cpu_s: float | None = None
@@ -333,25 +330,25 @@ class Loop:
 
 @dataclass(frozen=True)
 class End:
-    """The end that the run was given, and how far it is; None: no such end."""
+    """The limits of the run, and its progress; None: no such limit."""
 
     max_rounds: int | None = None
     token_budget: int | None = None
     max_time_s: float | None = None
-    rounds: int = 0  # made so far
+    rounds: int = 0  # closed
     tokens: int = 0  # in counted work
     seconds: int = 0  # in which rounds could close
-    last_round: int | None = None  # its number, once it is known
+    last_round: int | None = None  # its number, once known
     is_over: bool = False
 
 
 @dataclass(frozen=True)
 class Order:
-    """What an operator has asked all workers to do; shown while somebody has not answered."""
+    """A pending command of an operator to all workers."""
 
     action: str  # save_all or stop_all
-    waiting: tuple[str, ...] = ()  # ids of workers that have not answered
-    saved: int = 0  # workers that have
+    waiting: tuple[str, ...] = ()  # ids of workers that have not acknowledged it
+    saved: int = 0  # workers
     left: int = 0
 
 
@@ -361,41 +358,41 @@ class Wait:
 
     reason: str = ""  # a value of the broker's `Reason`
     workers: tuple[str, ...] = ()  # whose pushes are missing
-    needed: int = 0  # pushes, or workers, that are missing at least
-    since_s: float = 0.0  # for how long the reason has been the same
-    left_s: float | None = None  # after which time it ends by itself; None: only an event ends it
+    needed: int = 0  # fewest missing pushes or workers
+    since_s: float = 0.0  # since the reason changed
+    left_s: float | None = None  # until it ends by a timeout; None: only an event ends it
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything the broker says about itself at one moment."""
+    """The state of the broker at one moment."""
 
     feed: int
     sequence: int  # counts the snapshots of one epoch
-    epoch: str  # one life of the broker
+    epoch: str  # one incarnation of the broker
     run: str | None = None
     version: str = ""
     control: str = ""
-    security: str = ""  # KEYS, LOOPBACK or INSECURE; empty: a broker that does not say
-    unix_s: float | None = None  # the broker's clock; None: a broker that does not say
+    security: str = ""  # KEYS, LOOPBACK or INSECURE; empty: unknown
+    unix_s: float | None = None  # the broker's clock; None: unknown
     uptime_s: float = 0.0
     mode: str = ""
     state: str = ""
     waiting_for: str | None = None  # completes "the run waits"
-    why: Wait | None = None  # None: a broker that does not say
-    ended: bool = False  # rounds were made, and all workers have left as done
+    why: Wait | None = None  # None: unknown
+    ended: bool = False  # after at least one round all workers have left as done
     paused_for_s: float | None = None
-    end: End | None = None  # None: nobody has set one, or a broker that does not say
-    orders: tuple[Order, ...] = ()  # those that are pending
+    end: End | None = None  # None: no limits, or unknown
+    orders: tuple[Order, ...] = ()
     round: Round | None = None
     counts: Counts = Counts()
     model: Model | None = None
     outer: Outer = Outer()
     sync_every: int | None = None
     num_fragments: int | None = None
-    fragment_pattern: str | None = None  # None: one fragment, or a broker that does not say
+    fragment_pattern: str | None = None  # None: one fragment, or unknown
     fragment_sync_delay: int = 0
-    fragment_delay_auto: bool = False  # replies are merged when they are here
+    fragment_delay_auto: bool = False  # replies are merged on arrival
     fragment_max_delay: int | None = None  # steps after which a worker waits for a reply
     fragment_update_alpha: float = 0.0
     fragment_merge: str = "alpha"
@@ -409,31 +406,31 @@ class Snapshot:
     save_every: int | None = None
     fragments: tuple[Fragment, ...] = ()
     workers: tuple[Worker, ...] = ()
-    # Those that died and neither came back nor were replaced, as they were: 100 at most, for two days.
+    # Workers that died and neither came back nor were replaced: at most 100, for two days.
     dead: tuple[Worker, ...] = ()
     relays: tuple[Relay, ...] = ()
     totals: Totals = Totals()
     rejections: tuple[Rejection, ...] = ()
     checkpoint: Checkpoint | None = None
-    term: int = 0  # how often the run's hub was replaced by a standby
-    standby: Standby | None = None  # None: it is no hub with a standby
-    data_sets: tuple[DataSet, ...] = ()  # of which the broker hands out units
+    term: int = 0  # how often a standby took over the run
+    standby: Standby | None = None  # None: no standby
+    data_sets: tuple[DataSet, ...] = ()  # of the work queue
     last_round: LastRound | None = None
     events: tuple[Event, ...] = ()
     loop: Loop = Loop()
-    # The JSON object as it came, with unknown keys, and null for numbers that are not finite.
+    # The received JSON object, with unknown keys, and null for numbers that are not finite.
     raw: Mapping[str, object] = field(
         default_factory=dict, repr=False, compare=False, metadata=NOT_SENT
     )
 
     @property
     def listed(self) -> tuple[Worker, ...]:
-        """What tables of workers show: those that are here, and the dead."""
+        """The rows of tables of workers: the present, then the dead."""
         return self.workers + self.dead
 
     @property
     def training(self) -> tuple[str, ...]:
-        """Ids of those that the round waits for and that train towards their push, as they should."""
+        """Ids of the workers that the round waits for and that are training normally."""
         well = {
             each.id for each in self.workers if each.health == "ok" and each.state == "training"
         }
@@ -441,7 +438,7 @@ class Snapshot:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Ids of the others that the round waits for."""
+        """Ids of the other workers that the round waits for."""
         return tuple(sorted(set(self.round.missing) - set(self.training))) if self.round else ()
 
 
@@ -453,7 +450,7 @@ def parse_snapshot(frame: bytes) -> Snapshot:
         MalformedFeedError: anything else that is not a snapshot, naming the place.
     """
     if len(frame) > MAX_SNAPSHOT_BYTES:
-        raise MalformedFeedError(f"the frame has {len(frame)} bytes, no snapshot is that long")
+        raise MalformedFeedError(f"the frame has {len(frame)} bytes, too many for a snapshot")
     if not frame.startswith(TOPIC):
         raise MalformedFeedError(f"the frame starts with {frame[: len(TOPIC)]!r}, not {TOPIC!r}")
     try:
@@ -466,7 +463,7 @@ def parse_snapshot(frame: bytes) -> Snapshot:
 
 
 def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
-    """The same from a JSON object."""
+    """Read a snapshot from a JSON object; raises as `parse_snapshot`."""
     version = document.get("feed")
     if type(version) is not int:
         raise MalformedFeedError(f"feed is {version!r:.40}; it must be a whole number")
@@ -484,7 +481,7 @@ def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
 
 
 def json_safe(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """The same as strict JSON: null for numbers that are not finite, texts for what JSON lacks.
+    """The value as strict JSON: null for numbers that are not finite, text for other types.
 
     Raises:
         ValueError: it is nested more than `MAX_DEPTH` levels deep.

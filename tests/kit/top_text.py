@@ -17,9 +17,8 @@ from diloco_protocol.feed import parse_snapshot
 from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.terminal.cli import app
-from diloco_tools.monitor.terminal.look import fitted_to
 from diloco_tools.monitor.terminal.scene import Scene
-from diloco_tools.monitor.terminal.text import screen
+from diloco_tools.monitor.terminal.text import fitted_to, screen
 from kit.feed_snapshots import PATIENCE_S, Publisher, frame
 from kit.paths import ROOT
 

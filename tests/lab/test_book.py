@@ -53,13 +53,6 @@ def test_every_page_is_in_a_chapter_once() -> None:
     assert listed[0] == "README.md"
 
 
-def test_chapters_are_the_rows_of_the_front_page(tmp_path: Path) -> None:
-    front = a_front("docs/top.md#keys", "SECURITY.md", "docs/top.md")
-    write(tmp_path, README=front, docs__top="# Two", SECURITY="# Three")
-    assert book.chapters(tmp_path) == {"All": ["README.md", "docs/top.md", "SECURITY.md"]}
-    assert "docs/top.md\nSECURITY.md\n```" in adapted(tmp_path, "README.md")
-
-
 def test_page_that_is_in_no_chapter_is_named(tmp_path: Path) -> None:
     write(tmp_path, README="# One", docs__new="# New")
     with pytest.raises(UsageError, match=r"docs/new.md would be in no chapter"):

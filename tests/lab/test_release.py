@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from diloco_lab.release import packages, vulnerabilities
-from diloco_protocol.errors import UsageError
 from kit.paths import PACKAGES, ROOT
 
 FOUND = "Name Version ID Fix Versions\nbad  2.0  PYSEC-1 2.1"
@@ -60,14 +58,6 @@ def test_pip_audit_that_hangs_is_given_up_and_one_that_is_not_there_fails() -> N
     assert not vulnerabilities.look(["/no/such/pip-audit"])[0]
 
 
-def test_it_is_told_names_and_versions_and_nothing_else(tmp_path: Path) -> None:
-    vulnerabilities.look(stub(tmp_path, 0))
-    asked = (tmp_path / "asked.txt").read_text().splitlines()
-    assert any(line.startswith("pyzmq==") for line in asked)
-    assert all(name and version for name, _, version in (line.partition("==") for line in asked))
-    assert not [line for line in asked if "diloco" in line or "/" in line or "+" in line]
-
-
 def test_build_for_one_machine_is_looked_up_as_its_release(tmp_path: Path) -> None:
     info = tmp_path / "torch-2.4.0.dist-info"
     info.mkdir()
@@ -102,31 +92,3 @@ def test_wheel_has_every_module_that_users_need_and_nothing_of_the_lab(tmp_path:
         if name in packages_in_it
     }
     assert {name for name in names if name.endswith(".py")} == sources
-
-
-def test_files_that_differ_are_named_and_not_handed_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packages, "_run", a_build_that_differs)
-    with pytest.raises(UsageError, match=r"Made twice, these differ: it\.whl\."):
-        packages.make(tmp_path, tmp_path / "dist")
-    assert not (tmp_path / "dist").exists()
-
-
-def a_build_that_differs(command: list[str], folder: Path, _: object = None) -> bytes:
-    if "build" in command:
-        made = folder.parent / "made"
-        made.mkdir()
-        (made / "it.tar.gz").write_text("equal")
-        (made / "it.whl").write_text(str(folder))  # where it was made
-    return b"1"
-
-
-def test_build_that_fails_is_a_sentence(tmp_path: Path) -> None:
-    git = shutil.which("git")
-    assert git
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "nothing to build"]):
-        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        subprocess.run([git, *who, *command], cwd=tmp_path, check=True)
-    with pytest.raises(UsageError, match="-m build --no-isolation` failed"):
-        packages.make(tmp_path, tmp_path / "dist")

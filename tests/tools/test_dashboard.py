@@ -20,10 +20,10 @@ from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_protocol.monitor.fields import columns
 from diloco_tools.monitor.feed.model import Freshness
-from diloco_tools.monitor.feed.series import Rate, RunSeries, spread
+from diloco_tools.monitor.feed.series import Rate, RunSeries
 from diloco_tools.monitor.web import app
 from diloco_tools.monitor.web.app import read_order, steering_address
-from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal, new_token
+from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
 from diloco_tools.monitor.web.source import FeedSource, encoded, picture
 from diloco_tools.monitor.web.words import BELOW, titles, words
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
@@ -49,7 +49,7 @@ def publisher() -> Iterator[Publisher]:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    """A dashboard that has heard one snapshot, whose control address nobody answers at."""
+    """A dashboard that has heard one snapshot, and whose control address does not answer."""
     with (
         closing(Publisher()) as publisher,
         serving(publisher.address, control=NOBODY) as made,
@@ -102,15 +102,7 @@ class TestPolicy:
         for wrong in ("Bearer secret2", "Bearer ", "Bearer", "secret", "Basic secret", "Bearer ï"):
             assert not may_steer("secret", wrong), wrong
         for given in ("Bearer ", "Bearer None", "Bearer null"):
-            assert not may_steer(None, given), "nobody has a token that does not exist"
-
-    def test_looking_takes_the_token_where_others_can_look(self) -> None:
-        assert Policy("127.0.0.1", "secret").of_reading({}) is None
-        assert Policy("10.0.0.5", "secret").of_reading({}) is not None
-        assert Policy("10.0.0.5", "secret").of_reading({"authorization": "Bearer secret"}) is None
-
-    def test_token_is_another_after_each_start(self) -> None:
-        assert len({new_token() for _ in range(9)}) == 9
+            assert not may_steer(None, given), "a dashboard without a token accepts none"
 
 
 class TestOrders:
@@ -165,35 +157,6 @@ class TestPicture:
         document = json.loads(picture(said, RunSeries()))["snapshot"]
         assert "raw" not in document
         assert "extra" not in document["workers"][0]
-
-    def test_history_has_only_what_is_later(self) -> None:
-        series = RunSeries()
-        for second in range(5):
-            said = snapshot(
-                sequence=second,
-                uptime_s=float(second),
-                last_round={"number": second},
-                totals={"bytes_up": 1000 * second, "bytes_down": 0},
-            )
-            series.update(said, now=100.0 + second)
-        whole = series.later(105.0, -math.inf)
-        assert [(t, number) for t, number, *_ in whole["rounds"]] == [
-            (n - 5.0, n) for n in range(5)
-        ]
-        assert whole["network"][-1] == (-1.0, 1000.0, 0.0)
-        assert len(whole["speeds"]["rtx"]) == 5
-        rest = series.later(105.0, 103.0)
-        assert [len(rest[name]) for name in ("rounds", "network")] == [1, 1]
-        assert rest["speeds"].keys() == {"a100-0", "rtx"}
-        rest = series.later(106.0, 104.0)
-        assert not (rest["rounds"] or rest["network"] or rest["speeds"])
-
-    def test_thinned_points_end_with_the_newest(self) -> None:
-        for count in range(1, 40):
-            kept = spread(range(count), 10)
-            assert len(kept) <= 10
-            assert kept[-1] == count - 1
-        assert spread(range(10), 10) == range(10)
 
 
 class TestWords:
@@ -271,13 +234,6 @@ class TestPage:
             assert HEADERS.items() <= headers.items()
             assert "set-cookie" not in headers
             assert not any(name.startswith("access-control-") for name in headers)
-
-    def test_headers_let_a_page_do_nothing_with_others(self) -> None:
-        policy = HEADERS["content-security-policy"]
-        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
-        assert "unsafe" not in policy
-        others = ("x-content-type-options", "x-frame-options", "referrer-policy", "cache-control")
-        assert [HEADERS[name] for name in others] == ["nosniff", "DENY", "no-referrer", "no-store"]
 
 
 class TestReading:
@@ -398,8 +354,8 @@ class TestSteering:
             refused = site.orders({"action": "save"})
             assert (refused.status, refused.json["ok"]) == (200, False)
             assert "--save-dir" in refused.json["text"]
-            nobody = site.orders({"action": "kick", "worker": "nobody"})
-            assert "No worker named 'nobody'" in nobody.json["text"]
+            unknown = site.orders({"action": "kick", "worker": "w9"})
+            assert unknown.json["ok"] is False and "'w9'" in unknown.json["text"]
             wrong: tuple[Any, ...] = ("0.5", True, math.inf, -1, 2**64, None, ["a"], {})
             for name in ("outer_lr", "workers", "grace"):
                 for value in wrong:

@@ -23,7 +23,6 @@ from diloco_tools.demo.data import (
 from diloco_tools.demo.experiment import (
     same_tokens_options,
 )
-from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
 from diloco_tools.terminal import installed
@@ -113,19 +112,6 @@ def test_training_script_trains_alone_without_a_server(
 # What is reported.
 
 
-def test_data_parallel_bytes_are_steps_workers_parameters_and_both_ways() -> None:
-    count, formula = data_parallel_bytes(SETTINGS, 1000)
-    assert count == 100 * 2 * 1000 * (2 + 4)
-    assert "100 x 2 x 1,000 x (2 in bf16 + 4 in fp32) = 1,200,000" in formula
-    wide = replace(SETTINGS, wire_dtype="fp32", reply_dtype="fp32")
-    assert data_parallel_bytes(wide, 1000)[0] == 100 * 2 * 1000 * (4 + 4)
-
-
-def test_bytes_in_few_bits_are_a_whole_version_and_codes_both_ways() -> None:
-    """100 steps in rounds of 25, 2 workers."""
-    assert few_bits_bytes(SETTINGS, 1000) == 2 * (4000 + 4 * 2 * 275)
-
-
 def test_summary_is_the_stored_one() -> None:
     matches("demo_summary.json", json.dumps(RESULTS, indent=1))
 
@@ -161,7 +147,7 @@ def test_command_to_watch_with_is_one_that_the_shell_finds(
     ("arguments", "words"),
     [
         (["--steps", "110", "--sync-every", "25"], "take 100 steps"),
-        (["--workers", "0"], "--workers is 0"),
+        (["--workers", "0"], "--workers must be positive"),
         (["--data", "/nonexistent"], "does not exist"),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diloco_protocol.errors import Code
-from diloco_protocol.feed import Snapshot
 from diloco_tools.monitor.feed.listener import Reading
 from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.monitor.metrics.metrics import (
@@ -135,25 +134,6 @@ class TestMapping:
             exported(status(workers=[worker("a", **one)]))
         )
 
-    def test_a_pause_and_a_failed_save_show(self) -> None:
-        news = status(paused_for_s=5.0, checkpoint={"folder": "/x", "error": "disk full"})
-        seen = exported(news, later_s=2.0)
-        assert seen["diloco_run_paused_seconds", ()] == 7
-        assert seen["diloco_checkpoint_failed", ()] == 1
-
-    def test_a_worker_that_is_lost_or_whose_loss_is_not_finite_shows(self) -> None:
-        one = worker("a", health="lost", loss=None, loss_is_finite=False)
-        seen = exported(status(workers=[one]))
-        assert seen["diloco_worker_healthy", ("a",)] == 0
-        assert math.isnan(seen["diloco_worker_loss", ("a",)])
-
-    def test_asynchronous_mode_has_a_last_version(self) -> None:
-        assert exported(status(mode="async"))["diloco_last_round_loss", ()] == 2.4131
-
-    def test_a_first_round_that_expects_somebody_is_shown(self) -> None:
-        seen = exported(status(round={"number": 0, "expected": ["a"]}))
-        assert seen["diloco_round_workers_expected", ()] == 1
-
     def test_fragments_with_series_are_bounded(self) -> None:
         seen = exported(status(fragments=[{"fragment": number} for number in range(1000)]))
         assert seen["diloco_fragments", ()] == 1000
@@ -194,18 +174,6 @@ class TestFreshness:
         seen = samples(collector(Reading(FeedModel(), 5.0)).collect())
         assert seen["diloco_feed_up", ()] == 0
         assert "diloco_feed_age_seconds" not in names(seen)
-
-    def test_health_is_the_verdict_of_the_other_displays(self) -> None:
-        assert exported(status(workers=[worker("a")]))["diloco_run_healthy", ()] == 1
-        assert exported(status(state="waiting"))["diloco_run_healthy", ()] == 0
-
-    def test_missed_snapshots_and_restarts_are_counted(self) -> None:
-        model = FeedModel()
-        for epoch, sequence in (("a", 1), ("a", 4), ("b", 1)):
-            model.update(Snapshot(1, sequence, epoch), now=0.0)
-        seen = samples(collector(Reading(model, 0.0)).collect())
-        assert seen["diloco_feed_snapshots_missed_total", ()] == 2
-        assert seen["diloco_broker_restarts_total", ()] == 1
 
 
 class TestLabels:
@@ -249,9 +217,6 @@ class TestLabels:
         given = Places(5).take([long, label_value(long), "b"], 0.0)
         assert given == {long: label_value(long), "b": "b"}
 
-    def test_no_place_at_all_will_do(self) -> None:
-        assert Places(0).take(["a"], 0.0) == {}
-
 
 # What `promtool check metrics` has against names, written from its documentation.
 OTHER_UNIT = re.compile(
@@ -284,18 +249,6 @@ class TestNames:
         assert all(metric.documentation.endswith(".") for metric in every)
         labels = {label for each in METRICS.values() for label in each}
         assert all(re.fullmatch("(?!le$|quantile$)[a-z][a-z_]*", label) for label in labels)
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            *("diloco_age_ms", "diloco_age_milliseconds", "diloco_age_hours", "diloco_age_gauge"),
-            *("diloco_sent_kilobytes_total", "diloco_seconds_of_age", "diloco_counter_of_rounds"),
-            *("diloco:age", "diloco_roundAge", "diloco_worker_count", "diloco_total_rounds"),
-            *("diloco_heat_joules", "diloco_age_centiseconds", "diloco_sent_terabytes_total"),
-        ],
-    )
-    def test_the_check_finds_what_is_wrong(self, name: str) -> None:
-        assert not is_well_named(name)
 
     def test_the_guide_has_them_all(self) -> None:
         every = RunCollector(lambda: Reading(FeedModel(), 0.0), "9.9", 9).describe()

@@ -1,4 +1,4 @@
-"""How much of the broker's feed to believe, and how its run is."""
+"""The freshness of the broker's feed, and the verdict on its run."""
 
 import json
 import math
@@ -106,7 +106,7 @@ NOT_SAVED = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left 
         (
             {"round": {"number": 3, "floor": 2}, "counts": {"alive": 1}},
             0,
-            ["the run waits for workers: 1 here, the round needs 2"],
+            ["the run waits for workers: 1 present, the round needs 2"],
         ),
         ({"state": "stopping"}, 0, ["the broker is stopping"]),
         ({"state": "paused", "paused_for_s": 3.0}, 2, ["the run is paused, for 5.0 s"]),

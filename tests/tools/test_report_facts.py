@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from array import array
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.feed import FeedError, MalformedFeedError
+from diloco_protocol.feed import MalformedFeedError
 from diloco_tools.monitor.report import digest
 from diloco_tools.monitor.report.digest import SIGN, read_run
-from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Counter, Facts, Worker, quantile
+from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts, Worker
 from kit.core_harness import a_run
 from kit.past_runs import closed, event, line, start, write, write_run
 from kit.recorded_runs import RECORDED, RUNS, trained
@@ -96,17 +94,7 @@ def test_run_that_was_resumed_has_all_its_lives(tmp_path: Path) -> None:
     assert worker(facts, "a").bytes_up == 5_000 + 6_000
     assert (worker(facts, "a").ended, worker(facts, "b").ended) == ("here", "away")
     assert worker(facts, "a").returns == 0
-    (remark,) = (each for each in facts.remarks if "number that an earlier round had" in each)
-    assert remark.startswith("2 rounds")
-
-
-def test_bytes_of_a_worker_count_once_whatever_its_counter_does() -> None:
-    counter = Counter()
-    for value, of_all in ((400, 900), (1000, 2000), (300, 5000), (500, 6000)):
-        counter.reads(value, of_all)
-    assert counter.sum == 1500, "it came again, and began at 0"
-    counter.reads(450, 90)
-    assert counter.reads(480, 120) == 1530, "a broker went on from a checkpoint a little older"
+    assert any(each.startswith("2 rounds") for each in facts.remarks)
 
 
 def test_history_that_has_lost_its_beginning_says_so(tmp_path: Path) -> None:
@@ -174,7 +162,7 @@ def test_worker_that_was_removed_is_told_from_one_that_others_speak_of(tmp_path:
     assert [each.id for each in facts.workers] == ["a", "b"]
     assert (worker(facts, "a").ended, worker(facts, "b").ended) == ("here", "kicked")
     assert worker(facts, "b").kicks == 1
-    assert facts.warnings == 0, "what operators did is no warning"
+    assert facts.warnings == 0, "an operator's action is not a warning"
 
 
 @pytest.mark.parametrize("name", ["b", "a b", "Übung [red]"])
@@ -192,11 +180,6 @@ def test_the_brokers_own_sentences_are_understood(name: str) -> None:
     assert last("counts as dead") == (name, "counts")
     a.leaves()
     assert last("a leaves") == ("a", "leaves")
-
-
-def test_each_round_is_told_once(tmp_path: Path) -> None:
-    text = "Round 7 (fragment 1) closed in 1.0 s: 1 of 2 expected workers averaged, without b."
-    assert not facts_of(tmp_path, closed(AT, 7, "a"), event(AT, text)).events
 
 
 # Settings, operators, warnings.
@@ -251,35 +234,14 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
         tmp_path, start(AT), b"{cut", b"\xff\xfe", closed(AT + 1, 0, "a"), b'{"kind": 3}', b"[]"
     )
     assert (facts.rounds, facts.damaged) == (1, 4)
-    assert any(each.startswith("4 lines are damaged") for each in facts.remarks)
-
-
-@pytest.mark.parametrize(
-    ("lines", "why"),
-    [([], "it is empty"), ([b"nonsense", b"{}"], "all of its 2 lines are damaged")],
-)
-def test_history_without_a_line_is_one_sentence(
-    tmp_path: Path, lines: list[bytes], why: str
-) -> None:
-    with pytest.raises(FeedError, match=why) as caught:
-        facts_of(tmp_path, *lines)
-    assert str(tmp_path / "history.jsonl") in str(caught.value)
-    assert "give the history.jsonl" in str(caught.value)
+    assert any("4 damaged lines" in each for each in facts.remarks)
 
 
 def test_run_in_which_nothing_happened_has_a_report(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, start(AT), event(AT + 1, "a joins."))
     shown = page(facts)
-    assert "No round has closed" in shown.text("head")
+    assert "No round closed" in shown.text("head")
     assert not shown.series["rounds"]
-
-
-def test_clock_that_is_set_back_and_far_off_times_do_no_harm(tmp_path: Path) -> None:
-    rounds = [closed(at, n, "a") for n, at in enumerate([AT, AT - 500, 0, AT + 1, 9e11])]
-    facts = facts_of(tmp_path, *rounds)
-    ats = [at for at, *_ in facts.series["rounds"]]
-    assert ats == sorted(ats) and facts.rounds == 5
-    page(facts)
 
 
 anything = st.recursive(
@@ -298,7 +260,8 @@ WHOLE = {
 PLACES = [
     (kind, key) for kind, whole in WHOLE.items() for key in whole if key not in ("kind", "epoch")
 ]
-OF_WORKER = list(WHOLE["round"]["workers"][0])
+OF_WORKER = WHOLE["round"]["workers"][0]
+PLACES += [("worker", key) for key in OF_WORKER]
 
 
 @UNHURRIED
@@ -308,32 +271,17 @@ def test_no_value_in_a_line_breaks_a_report(odd: list[tuple[tuple[str, str], Any
     made.take(WHOLE["start"])
     for (kind, key), value in odd:
         is_time = isinstance(value, float) and 0 <= value < 1e12
-        if key != "at" or is_time:  # another line is damaged, and never gets there
+        if key != "at" or is_time:  # lines without a time are skipped before
+            line = {**WHOLE.get(kind, {}), key: value}
+            if kind == "worker":
+                line = {**WHOLE["round"], "workers": [{**OF_WORKER, key: value}]}
             with suppress(MalformedFeedError):
-                made.take({**WHOLE[kind], key: value})
+                made.take(line)
             made.take(WHOLE["round"])
     page(made.facts())
 
 
-@UNHURRIED
-@given(st.lists(st.tuples(st.sampled_from(OF_WORKER), anything), max_size=4))
-def test_no_value_that_a_worker_told_breaks_a_report(odd: list[tuple[str, Any]]) -> None:
-    made = digest.Digest()
-    for key, value in odd:
-        with suppress(MalformedFeedError):
-            told = [{**WHOLE["round"]["workers"][0], key: value}]
-            made.take({**WHOLE["round"], "workers": told})
-    made.take(WHOLE["stop"])
-    page(made.facts())
-
-
 # However long it is.
-
-
-def test_quantiles_are_values_that_were_there() -> None:
-    assert quantile(array("d"), 0.5) is None
-    values = array("d", [5.0, 1.0, 3.0, 2.0, 4.0])
-    assert [quantile(values, share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 3.0, 5.0, 5.0]
 
 
 def test_ever_new_workers_are_counted_and_not_kept(
@@ -364,13 +312,6 @@ def test_long_history_gives_a_small_page_that_has_every_extreme(tmp_path: Path) 
     assert len(facts.series["speeds"]) <= digest.MOST_CURVES
     assert len(page(facts).markup) < 3_000_000
     assert len(facts.events) == digest.MOST_EVENTS and facts.events_left_out == 4_700
-
-
-def test_files_larger_than_any_broker_makes_are_one_sentence(tmp_path: Path) -> None:
-    path = write_run(tmp_path, 3)
-    os.truncate(path, 300 << 20)
-    with pytest.raises(FeedError, match="more than the broker ever lets it have"):
-        read_run(tmp_path)
 
 
 def test_log_of_actions_that_is_damaged_costs_its_damaged_lines_alone(tmp_path: Path) -> None:

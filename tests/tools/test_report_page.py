@@ -25,7 +25,7 @@ HOSTILE = [
 
 
 def hostile_run(folder: Path, text: str) -> Page:
-    """A run in which all that somebody else has chosen is this text."""
+    """A run in which every text of a worker or operator is this one."""
     told = {"run": text, "version": text, "mode": text}
     lines: list[Any] = [
         start(AT, **told, settings={"outer": {"optimizer": text}, text: text}),
@@ -98,7 +98,7 @@ def test_page_says_what_the_facts_say(tmp_path: Path) -> None:
     for words in ("The run is over", "3.250 → 2.750", "run 3fa2c1d09b11", "Lasted 00:01:00"):
         assert words in head
     assert "Deaths 1" in head and "2, at most 2 at once" in head
-    assert "counted as dead" in shown.text("workers")
+    assert "died" in shown.text("workers")
     assert "anna asked for it" in shown.text("lives")
     assert "b counts as dead" in shown.text("warnings")
     assert "the run is over, the broker stops anna 3" in shown.text("orders")

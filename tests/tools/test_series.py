@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco_protocol.feed import LastRound, Loop, Snapshot, Totals, Worker
 from diloco_tools.monitor.feed.series import Rate, RunSeries, recent_scale
@@ -72,13 +70,6 @@ class TestScale:
     ) -> None:
         assert recent_scale(values) == scale
 
-    @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1))
-    def test_newer_half_is_always_on_the_scale(self, values: list[float]) -> None:
-        least, most = recent_scale(values)
-        assert min(values) <= least <= most <= max(values)
-        newer = values[len(values) // 2 :]
-        assert least <= min(newer) and max(newer) <= most
-
 
 @pytest.mark.parametrize(
     ("news", "network"),
@@ -116,11 +107,6 @@ def test_network_is_bytes_over_the_uptime_of_the_broker(
     news: list[tuple[Snapshot, float]], network: list[Rate]
 ) -> None:
     assert series_of(*news).network == network
-
-
-def test_a_snapshot_that_is_not_newer_is_no_round() -> None:
-    old = (snapshot(2, 3.0, last_round=LastRound(1)), 2.0)
-    assert series_of((snapshot(2, 2.0), 1.0), old).rounds == []
 
 
 def test_cpu_is_the_share_of_a_core_over_the_last_seconds_of_a_life() -> None:
@@ -169,15 +155,6 @@ class TestWorkers:
         )
         assert series.speeds["a"] == [(float(n), 5.0) for n in range(speeds)]
         assert (series.rate_of("a") is not None) == has_rate
-
-    @pytest.mark.parametrize("places", [0, 1, 4])
-    def test_no_more_than_there_are_places_for(self, places: int) -> None:
-        crowd = tuple(Worker(f"w{number}", steps_per_s=1.0) for number in range(10))
-        news = [(snapshot(n, n, workers=crowd), float(n)) for n in (1, 2)]
-        series = series_of(*news, workers=places)
-        assert [(name, len(points)) for name, points in series.speeds.items()] == (
-            [(worker.id, 2) for worker in crowd[:places]]
-        )
 
     def test_those_longest_gone_give_way_first(self) -> None:
         series = RunSeries(workers=3)

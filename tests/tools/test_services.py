@@ -46,7 +46,7 @@ def start_of(unit: Path) -> list[str]:
     return shlex.split(line[1].replace("/opt/diloco/bin/", "").replace("%i", "gpu-0"))
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.stem))
 def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
     name = unit.name.replace("@", "@gpu-0")

@@ -73,8 +73,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "standby": (True, {}),
     "lease": (5.0, {"standby": True}),
 }
-# What is no matter of the run: addresses, files, how a broker comes back. A plan of one's own is shown
-# as the pattern, and its test is where its file is.
+# Options that do not describe the run: addresses, files, recovery. A custom plan is shown as a pattern.
 ELSEWHERE = {
     "bind", "feed", "insecure", "keys", "resume", "recover", "recover_wait", "keep", "audit", "tape",
     "fresh",

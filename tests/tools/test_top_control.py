@@ -41,18 +41,17 @@ class TestKick:
         self, pilot: ScreenPilot
     ) -> None:
         """The table changes only when the feed says so."""
-        pilot.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
+        pilot.broker.answer = Answer(True, "rtx-home was removed.")
         await pilot.press("down", "down", "down", "k")
         assert pilot.shows(
             "Kick rtx-home on desk?",
-            "The round no longer waits for it.",
-            "does not come back by itself.",
-            "Its 212 steps since its last push are lost to the run.",
-            "3 workers are left.",
+            "does not rejoin by itself.",
+            "Its 212 steps since its last push are lost.",
+            "3 workers remain.",
         )
         assert not pilot.broker.requests
         await pilot.press("y")
-        await pilot.sees("rtx-home was removed; 3 workers are left.")
+        await pilot.sees("rtx-home was removed.")
         assert pilot.broker.requests == [(CONTROL, "kick", {"worker": "rtx-home"})]
         await pilot.waits(0.5)
         await pilot.hears(snapshot(42), after_s=0.5)
@@ -74,9 +73,9 @@ class TestKick:
         floor = {"number": 1, "floor": 2, "expected": ["a", "b"]}
         news = snapshot(1, counts={"alive": 2}, round=floor)
         said = kick(news.workers[0], news).text
-        assert "1 worker is left. The round needs 2: the run will wait for workers" in said
+        assert "1 worker remains. The round needs 2: the run will wait for workers" in said
         lost = next(w for w in news.workers if w.health == "lost")
-        assert "2 workers are left." in kick(lost, news).text
+        assert "2 workers remain." in kick(lost, news).text
 
 
 class TestSave:
@@ -93,7 +92,7 @@ class TestOuterLearningRate:
     async def test_old_and_new_are_shown_before_it_is_sent(self, pilot: ScreenPilot) -> None:
         pilot.broker.answer = Answer(True, "Outer learning rate 0.7 -> 0.5 from version 413.")
         await pilot.press("l")
-        assert pilot.shows("Outer learning rate", "It is 0.7 now.", "0.7 → ?")
+        assert pilot.shows("Outer learning rate", "Currently 0.7.", "0.7 → ?")
         await pilot.press(*"0.5")
         assert not pilot.broker.requests
         await pilot.press("enter")
@@ -108,11 +107,6 @@ class TestOuterLearningRate:
         assert "'-1' is not a number above 0" in pilot.text()
         await pilot.press("escape")
         assert not pilot.broker.requests
-
-    async def test_an_optimizer_with_settings_of_its_own_has_none(self, pilot: ScreenPilot) -> None:
-        await pilot.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
-        await pilot.press("l")
-        assert "torch" in pilot.text()
 
 
 class TestPause:
@@ -139,7 +133,7 @@ class TestShutdown:
         await pilot.press("S", "escape", "ctrl+x")
         assert pilot.shows("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press")
         await pilot.press(*"yes", "enter")
-        assert "That is not 3fa2c1d0: nothing was sent." in pilot.text()
+        assert "not sent" in pilot.text()
         assert not pilot.broker.requests
         await pilot.press(*["backspace"] * 3, *"3fa2c1d0", "enter")
         await pilot.sees("It was done.")
@@ -161,7 +155,7 @@ class TestNoControl:
     async def test_readonly_changes_nothing_and_says_so(self, pilot: ScreenPilot) -> None:
         assert "readonly" in pilot.lines()[0]
         assert "Kick" not in pilot.text() and "Shutdown" not in pilot.text()
-        await pilot.steers_nothing("--readonly: it changes nothing")
+        await pilot.steers_nothing("--readonly")
 
     @screen({"fill": False})
     async def test_without_a_known_address_it_says_so(self, pilot: ScreenPilot) -> None:
@@ -176,7 +170,7 @@ class TestRequests:
     async def test_the_screen_goes_on_while_the_broker_thinks(self, pilot: ScreenPilot) -> None:
         pilot.broker.is_free.clear()
         await pilot.press("s")
-        await pilot.sees("save: waiting for the answer of tcp://127.0.0.1:8512")
+        await pilot.sees("save: waiting for tcp://127.0.0.1:8512")
         await pilot.hears(snapshot(42, workers=[worker("xeon")]), after_s=1.0)
         assert pilot.workers() == ["xeon"]
         await pilot.press("s")
@@ -207,11 +201,6 @@ class TestRequests:
     async def test_broker_that_is_not_there_gets_a_sentence(self, pilot: ScreenPilot) -> None:
         await pilot.press("s")
         await pilot.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
-
-    def test_what_is_no_address_gets_a_sentence(self) -> None:
-        answer = ask_once("tcp://nowhere:", "save", {})
-        assert not answer.ok
-        assert "must be an address" in answer.text
 
     @screen({"control": "tcp://tunnel:9"})
     async def test_another_control_address_may_be_given(self, pilot: ScreenPilot) -> None:

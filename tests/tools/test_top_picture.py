@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from diloco_protocol.feed import Worker, parse_snapshot
-from diloco_protocol.monitor.fields import OF_WORKER, UNEASY
-from diloco_protocol.monitor.rows import Listed, cell
+from diloco_protocol.feed import Worker
 from diloco_tools.monitor.terminal.keys import KEYS, keys_for
-from diloco_tools.monitor.terminal.look import clipped
 from diloco_tools.monitor.terminal.scene import ORDERS, View
-from kit.feed_snapshots import frame, worker
+from diloco_tools.monitor.terminal.text import clipped
+from kit.feed_snapshots import worker
 from kit.strange_feeds import strange_feeds
 from kit.top_screen import LARGE, SMALL, ScreenPilot, document, screen, shown, snapshot
 
@@ -81,14 +79,6 @@ async def test_first_round_does_not_flatten_the_curve(pilot: ScreenPilot) -> Non
         await pilot.hears(snapshot(number, last_round=closed), after_s=1.0)
     assert "loss 2.820  2.820 to" in pilot.text()
     assert "↑" in pilot.text(), "the first two are off the scale, and it says so"
-
-
-def test_norm_of_a_worker_that_stands_out_is_marked() -> None:
-
-    (norm,) = (field for field in OF_WORKER if field.path == "delta_norm")
-    crew = [worker("a"), worker("b", delta_norm=75.0, times_usual=60.0)]
-    read = parse_snapshot(frame(document(1, workers=crew)))
-    assert [cell(norm, Listed(each)).tone for each in read.workers] == ["", UNEASY]
 
 
 @pytest.mark.parametrize("options", [{}, {"readonly": True}, {"encoding": "ascii"}])

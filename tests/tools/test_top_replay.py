@@ -94,14 +94,6 @@ class TestPlayer:
             assert rounds == [371 + n for n in range(31)]
             assert scene.series.cpu is not None
 
-    def test_one_moment_is_shown_and_not_played(self, clock: Clock) -> None:
-        player = Player(moments(1), clock)
-        clock.now += 10.0
-        player.tick()
-        player.toggle()
-        player.last()
-        assert (player.index, player.playing) == (0, False)
-
 
 class TestScreen:
     @pytest.fixture
@@ -131,7 +123,7 @@ class TestScreen:
 
     async def test_nothing_can_be_steered(self, pilot: ScreenPilot) -> None:
         assert "Kick" not in pilot.text()
-        await pilot.steers_nothing("This is a history: there is nothing to steer.")
+        await pilot.steers_nothing("A history cannot be steered.")
 
     async def test_table_may_be_sorted_filtered_and_looked_into(self, pilot: ScreenPilot) -> None:
         await pilot.press("space", "o")
@@ -139,7 +131,7 @@ class TestScreen:
         await pilot.press("slash", *"xeon", "enter", "enter")
         assert "Worker xeon" in pilot.text()
         await pilot.press("escape", "question_mark")
-        assert "play the history" in pilot.text()
+        assert "play or" in pilot.text()
         assert "checkpoint now" not in pilot.text()
 
 

@@ -10,7 +10,7 @@ from kit.feed_snapshots import LOST, status, worker
 from kit.top_text import drawn, matches
 
 BUFFERED = {"optimizer": "dn", "lr": 0.7, "momentum": 0.9, "variant": "paper", "buffer": 4}
-# A worker without a name that a terminal should show, and an event that is no markup.
+# A name with control characters, and an event with markup, which is shown as text.
 STRANGE = {
     "workers": [worker("a\x1b[2J\nb\u202e")],
     "events": [{"sequence": 1, "text": "left\r\x1b]0;x\x07 [red]now[/red]", "level": "error"}],

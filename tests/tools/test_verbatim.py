@@ -27,7 +27,6 @@ from diloco_broker.cli.status_text import as_text
 from diloco_lab.bench.report.figures import figure, tables
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.demo.display import Display
 from diloco_tools.monitor.metrics.metrics import label_value
 from diloco_tools.terminal import console
 from kit.exporter_scrapes import exported
@@ -55,7 +54,7 @@ COMMANDS = {
 
 
 def strangers(name: str) -> dict[str, Any]:
-    """A snapshot in which all that somebody else has chosen is `name`."""
+    """A snapshot in which every text of a worker is `name`."""
     return status(
         run=name,
         workers=[worker(name, host=name, state=name, health=name, extra={name: name})],
@@ -85,26 +84,6 @@ def test_extra_to_install_is_named_whole(monkeypatch: pytest.MonkeyPatch, tmp_pa
     diloco_tools.demo.cli.write(RESULTS, folder, console(file=out, width=200))
     assert "pip install 'diloco-broker[plot]'" in out.getvalue()
     assert f"are in {folder}\n" in out.getvalue()
-
-
-def test_sentence_below_the_tables_of_the_benchmark_is_shown_as_it_is(tmp_path: Path) -> None:
-    out = io.StringIO()
-    shown = console(file=out, width=200)
-    diloco_lab.bench.__main__.write(report(skipped=("[red]x",)), tmp_path / "all", shown)
-    assert "[red]x\n" in out.getvalue()
-    assert "[red]x\n" in (tmp_path / "all.txt").read_text()
-
-
-@EVERY_NAME
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_says_what_it_is_given(name: str, is_terminal: bool) -> None:
-    out = io.StringIO()
-    with Display(console(file=out, width=200, force_terminal=is_terminal)) as display:
-        display.say(f"said {name}")
-        display.show(name, 1, 2, f"loss {name}")
-    assert f"said {name}" in out.getvalue()
-    if is_terminal:  # without one, lines come every few seconds
-        assert out.getvalue().count(name) >= 3
 
 
 @EVERY_NAME

@@ -39,10 +39,6 @@ def test_column_is_there_where_some_worker_comes_through_a_relay(
     assert " via " not in draw(status(workers=[DIRECT])).lower()
 
 
-def test_narrow_screen_keeps_it() -> None:
-    assert "north-room1" in drawn(status(workers=CREW), 80)
-
-
 def test_filter_finds_those_that_come_through_a_relay() -> None:
     workers = parse_snapshot(frame(status(workers=CREW))).workers
     assert [each.id for each in View(wanted="NORTH").rows(workers)] == ["b", "c"]

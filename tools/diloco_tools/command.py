@@ -1,4 +1,4 @@
-"""`diloco`: every command of this project behind one name, each imported when it is called."""
+"""`diloco`: every command of this project as a subcommand, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from diloco_protocol.clients.command_line import App
 from diloco_protocol.clients.help_page import Group
 
-# By name: where its app is, with the command within that if it is not all of it; and what it does.
+# By name: module:app, or module:app:command for one command of an app; and its help.
 SUBCOMMANDS = {
     "broker": ("diloco_broker.cli.app:app", "Serve a run; show, steer and inspect it."),
     "worker": ("diloco_worker.cli.app:app", "Start a training script as a worker of a run."),
@@ -44,7 +44,7 @@ def load(name: str) -> Any:
 class Subcommands(Group):
     """Lists commands without importing them."""
 
-    # Any: contexts and commands are those of click, or of a copy that newer releases of typer have.
+    # Any: contexts and commands are click's, or of the copy in newer releases of typer.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and load(name), rest

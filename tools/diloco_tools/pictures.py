@@ -1,4 +1,4 @@
-"""Pictures of curves and bars, by matplotlib (the `plot` extra): an ImportError without it."""
+"""Plots of curves by matplotlib (the `plot` extra); ImportError without it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-QUIET = "#5b6068"  # of what stands behind the curves
-# Distinguishable by colour-blind readers, too (Okabe and Ito 2008), then greys.
+QUIET = "#5b6068"  # of frames, ticks and labels
+# Distinguishable by colour-blind readers (Okabe and Ito 2008), then greys.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#1f2937", "#9ca3af")
 Point = tuple[float, float]
 
@@ -18,8 +18,8 @@ class Curve:
     """A line with its name for the legend.
 
     Attributes:
-        band: the lowest and the highest value at each point; empty without a band.
-        colour: empty for the next one of matplotlib.
+        band: the lowest and the highest value at each point; empty: none.
+        colour: empty: matplotlib's next colour.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Curve:
 
 
 def panels(width: float, heights: Sequence[float], dpi: int) -> tuple[Any, list[Any]]:
-    """A figure, and its axes one below the other. Sizes are in inches."""
+    """A figure and its axes, stacked vertically. Sizes are in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, sum(heights)), dpi=dpi, layout="constrained")
@@ -55,15 +55,8 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, x: str, y: str) 
     recede(axes)
 
 
-def label_rows(axes: Any, labels: Sequence[str], size: int) -> None:
-    """Name the rows of a horizontal chart, the first one on top."""
-    axes.set_yticks(range(len(labels)), labels, fontsize=size)
-    axes.invert_yaxis()
-    recede(axes, grid="x")
-
-
 def recede(axes: Any, grid: Literal["x", "y", "both"] = "y") -> None:
-    """Have frame, ticks and grid stand behind the curves."""
+    """Draw frame, ticks and grid quietly, behind the curves."""
     axes.tick_params(colors=QUIET)
     axes.grid(axis=grid, color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -72,12 +65,12 @@ def recede(axes: Any, grid: Literal["x", "y", "both"] = "y") -> None:
 
 
 def legend_below(figure: Any, size: int | None = None) -> None:
-    """A legend that covers no curve."""
+    """A legend below the axes."""
     figure.legend(frameon=False, loc="outside lower left", ncols=2, fontsize=size)
 
 
 def scale_rates(axes: Any, words: Any) -> None:
-    """A logarithmic horizontal axis; `words` names a value on it. The vertical one is in percent."""
+    """A logarithmic horizontal axis, whose labels `words` makes, and a vertical one in percent."""
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
     axes.set_xscale("log")

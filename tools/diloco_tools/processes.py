@@ -1,4 +1,4 @@
-"""Child processes of launcher, demo, benchmark and drill: started, watched, ended whatever happens."""
+"""Child processes of launcher, demo, benchmark and drill; all are ended when their context is left."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 LINES_SHOWN = 12  # of the log of a child that died
-PATIENCE = 10.0  # seconds that a child has to end after SIGTERM before it is killed
-POLL_S = 0.02  # between two looks at a process group, which cannot be waited for
+PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+POLL_S = 0.02  # between two polls of a process group, which cannot be waited for
 
 
 class ChildFailed(Exception):
-    """A child died or misbehaved; the message names it, says how, and shows its last lines."""
+    """A child died or misbehaved; the message names it, the reason, and its last lines of output."""
 
 
 class Child:
-    """One process and those that it starts, begun at once; their output goes to NAME.log in `folder`.
+    """A process, started at once, and its descendants; their output goes to NAME.log in `folder`.
 
-    The process leads a session and so a process group of its own. Signals go to the whole group: a shell
-    script or a data loader would otherwise leave processes behind. The ranks of torchrun lead sessions
-    of their own: torchrun passes SIGTERM on to them, but SIGKILL does not reach them.
+    The process leads a session, and so a process group. Signals go to the whole group, because a shell
+    script or a data loader could leave processes behind. The ranks of torchrun lead their own sessions:
+    torchrun passes SIGTERM on to them, but SIGKILL does not reach them.
 
     Args:
-        env: variables of the process; default: `environment()`.
-        work_in: its working folder; default: `folder`.
-        is_next_life: append to the log of the life before.
+        env: environment; default: `environment()`.
+        work_in: working folder; default: `folder`.
+        is_next_life: append to the log of the previous process of this name.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Child:
                 stderr=output,
                 cwd=work_in or folder,
                 env=environment() if env is None else env,
-                # Ctrl-C reaches the parent alone, which then ends its children in order.
+                # Ctrl-C reaches only the parent, which then ends its children in order.
                 start_new_session=True,
             )
         self._group_is_gone = False  # once it is, its id may belong to another group
@@ -80,7 +80,7 @@ class Child:
         return not self._group_is_gone
 
     def failure(self, what: str | None = None) -> ChildFailed:
-        """The error that tells this child's end; `what` happened, or how the process ended."""
+        """The error for this child's end; `what` describes it, by default how the process ended."""
         with self.log.open(encoding="utf-8", errors="replace") as file:
             last = deque((f"    {line.rstrip()}" for line in file if line.strip()), LINES_SHOWN)
         lines = "\n".join(last) or "    (it wrote nothing)"
@@ -104,10 +104,10 @@ class Child:
         self.signal_group(signal.SIGKILL)
         self.process.wait()
         self._wait_for_group(PATIENCE)
-        self._group_is_gone = True  # a process that the kernel holds on to is not waited for again
+        self._group_is_gone = True  # do not wait again for a process stuck in the kernel
 
     def end(self) -> None:
-        """Send SIGTERM to the group, then SIGKILL to what is left of it after `PATIENCE` seconds."""
+        """Send SIGTERM to the group, and SIGKILL after `PATIENCE` seconds."""
         if self.group_is_alive:
             self.signal_group(signal.SIGTERM)
             self._wait_for_group(PATIENCE)
@@ -146,13 +146,13 @@ class Children:
         try:
             for child in reversed(self.all):
                 child.end()
-        finally:  # an impatient second Ctrl-C leaves no process behind either
+        finally:  # also after a second Ctrl-C
             for child in self.all:
                 child.signal_group(signal.SIGKILL)
 
 
 class JsonLines:
-    """Reads a growing file of JSON lines; each call of `new` returns what has been added since."""
+    """Reads a growing file of JSON lines; `new` returns the records added since its last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +164,7 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(self._position)
             added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]  # the last line may still be in the writing
+        whole = added[: added.rfind(b"\n") + 1]  # the last line may be incomplete
         self._position += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
 
@@ -175,7 +175,7 @@ def _is_alive(group: int) -> bool:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):  # macOS: the latter for a group of zombies
         return False
-    # Zombies count as members, and stay in a container whose first process reaps none.
+    # Zombies count as members, and stay in a container whose init process does not reap them.
     members = list(Path("/proc").glob("[0-9]*/stat"))
     for stat in members:
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -187,7 +187,7 @@ def _is_alive(group: int) -> bool:
 
 
 def end_like_an_error_on_signals() -> None:
-    """On SIGTERM and SIGHUP end as any error would, so that the children are ended, too."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that the children are ended, too."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -197,14 +197,12 @@ def end_like_an_error_on_signals() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Ours without any DILOCO_* variable, which would change what the children do.
-
-    But for that of kernels, by which the bits are the same.
-    """
-    names = [
-        name for name in os.environ if not name.startswith("DILOCO_") or name == "DILOCO_KERNELS"
-    ]
-    ours = {name: os.environ[name] for name in names}
+    """Our environment without DILOCO_* settings; DILOCO_KERNELS stays, since it changes no bits."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("DILOCO_") or name == "DILOCO_KERNELS"
+    }
     return ours | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -215,7 +213,7 @@ def ended(code: int | None) -> str:
     ('died with exit code 1', 'was killed by SIGKILL')
     """
     if code is None:
-        return "does not answer"
+        return "does not respond"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     if code == 0:

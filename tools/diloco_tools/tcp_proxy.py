@@ -1,4 +1,4 @@
-"""The TCP proxy of drill, benchmark and tests: it can break, refuse and hold up connections."""
+"""A TCP proxy for the drill, the benchmark and tests: it can break, reject and delay connections."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HOST = "127.0.0.1"
 CONNECT_WITHIN_S = 5.0
 END_WITHIN_S = 10.0
 PIECE = 1 << 16  # bytes read at a time
-# One direction of a connection: from bytes that came, those that pass, and whether it breaks there.
+# One direction of a connection: maps received bytes to those that pass, and whether it breaks there.
 Gate = Callable[[bytes], tuple[bytes, bool]]
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Both ends of one that goes through the proxy; they are numbered 0, 1, ... as they come."""
+    """Both ends of a connection through the proxy; connections are numbered 0, 1, ..."""
 
     number: int
     near: socket.socket
@@ -37,8 +37,8 @@ P = TypeVar("P", bound="TcpProxy")
 class TcpProxy:
     """Forwards bytes both ways to `target`, each direction in a thread. A context manager.
 
-    The address of the proxy stays; what is behind it may go and come back.
-    Subclasses say in `gate` what passes.
+    The address of the proxy stays the same while its target goes and comes back.
+    Subclasses filter the bytes in `gate`.
     """
 
     def __init__(self, target: str) -> None:
@@ -61,7 +61,7 @@ class TcpProxy:
         self.close()
 
     def gate(self, connection: int, up: bool) -> Gate:
-        """What passes in one direction of the connection of this number. Called with the lock held."""
+        """The gate of one direction of this connection. Called with the lock held."""
         return lambda data: (data, False)
 
     def forward(self, source: socket.socket, sink: socket.socket, gate: Gate, *, up: bool) -> None:
@@ -78,7 +78,7 @@ class TcpProxy:
                 each.shut()
 
     def shut(self) -> None:
-        """Break every connection and let nobody through until `open`."""
+        """Break every connection and reject new ones until `open`."""
         with self._lock:
             self._is_shut = True
             self.cut()
@@ -111,11 +111,14 @@ class TcpProxy:
                 return  # closed
             try:
                 far = socket.create_connection(self._target, CONNECT_WITHIN_S)
-            except OSError:  # nobody is there
+            except OSError:  # the target is down
                 near.close()
                 continue
             far.settimeout(None)
-            for end in (near, far):  # a small message behind another waits for nobody's receipt
+            for end in (
+                near,
+                far,
+            ):  # do not delay a small message until the last one is acknowledged
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 connection = Connection(self._connections, near, far, threading.Barrier(2))
@@ -141,6 +144,6 @@ class TcpProxy:
 
 
 def _shut(end: socket.socket) -> None:
-    """Break it, wherever somebody waits for it."""
+    """Break a connection, also for a thread that is blocked on it."""
     with contextlib.suppress(OSError):  # shut already
         end.shutdown(socket.SHUT_RDWR)

@@ -1,49 +1,60 @@
-"""What is printed for people by way of Rich: text as it is, and styles only where `Text` asks for them.
+"""Output for people through Rich, without markup and emoji codes: styles come from `Text` alone.
 
-Rich takes what stands in square brackets for its markup, and words between colons for emoji. Folders,
-workers and the names of extras have both, so nothing here reads either.
+Names of folders, workers and extras contain square brackets and colons, which Rich would interpret.
 """
 
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
+from diloco_protocol.addresses import is_loopback
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.clients.command_line import KeyFile as KeysOption
 from diloco_protocol.clients.command_line import fail
+from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
 
 __all__ = ["KeysOption", "console", "console_for_tables", "fail", "installed", "keys_of"]
 
+HostOption = Annotated[
+    str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
+]
+
+
+def check_host(host: str, port: int, *, insecure: bool) -> None:
+    """Raise UsageError for an address that other machines reach, without --insecure."""
+    if not is_loopback(host) and not insecure:
+        raise UsageError(
+            f"other machines reach {host!a}, and nothing is encrypted: use an SSH tunnel "
+            f"(ssh -L {port}:127.0.0.1:{port} HOST), or add --insecure"
+        )
+
 
 def keys_of(given: Path | None, *, steers: bool) -> Keys | None:
-    """The key of a display; of a folder that of an operator where the display also steers.
-
-    Raises:
-        UsageError: what is wrong with it.
-    """
+    """The key of a display; from a folder an operator's if it also steers. Raises UsageError."""
     first, second = Role.OPERATOR, Role.MONITOR
     order = (first, second) if steers else (second, first)
     return find_keys(given, *order, Role.WORKER)
 
 
 def console(**options: Any) -> Console:
-    """A console, with the `options` of Rich, that prints each string as it is."""
+    """A console, with these options of Rich, that prints each string verbatim."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def console_for_tables(width: int) -> Console:
-    """A console that is so wide where there is no terminal, which would have a width of its own."""
+    """A console with the terminal's width, or with this one if the output is not a terminal."""
     shown = console()
     return shown if shown.is_terminal else console(width=width)
 
 
 def installed(command: str) -> str:
-    """A command of this package as a shell finds it: by its path where the environment is not active."""
+    """A command of this package as a shell finds it: its path if the environment is not active."""
     if shutil.which(command):
         return command
     path, here = Path(sys.executable).with_name(command), Path.cwd()

@@ -1,1 +1,1 @@
-"""What every display of a run has in common: its fields, its rows, its verdict. Pure."""
+"""The common parts of all displays of a run: its fields, its rows, its verdict. Pure."""

@@ -1,11 +1,9 @@
-"""The catalogue: every field of a snapshot that some display shows, declared once. Pure.
+"""The catalogue: every field of a snapshot that a display shows, declared once. Pure.
 
 A field has a path in its record, a label, a unit and a format (a name of `quantities.FORMATS`). `row`
-names its row in `diloco-broker status`, `diloco-top` and the dashboard, `title` its column in tables of
-workers, `metric` its name in the exporter; `is_setting` says that the history records it, so that the
-report lists it. `shown` follows from these: the displays that show the field.
-
-`rows` makes rows out of snapshots, and the exporter metrics.
+is its row in `diloco-broker status`, `diloco-top` and the dashboard, `title` its column in tables of
+workers, `metric` its name in the exporter; `is_setting`: the history records it and the report lists it.
+`shown` derives from these the displays that show the field.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ LARGE = (TOP, DASHBOARD)  # `status` shows a run on 24 lines
 GOOD, UNEASY, BAD = "good", "uneasy", "bad"  # tones; "" is none
 LEVELS = {"info": "", "warning": UNEASY, "error": BAD}  # tones of events
 UNHEARD = ("lost", DEAD)  # healths of workers whose state is unknown
-SILENT_S = 10.0  # seconds after which a relay counts as silent
-STANDS_OUT = 5.0  # times the usual norm, from which the broker warns of a push
+SILENT_S = 10.0  # seconds without a message after which a relay counts as silent
+STANDS_OUT = 5.0  # times the usual norm, above which the broker warns of a push
 
 
 class Part(NamedTuple):
-    """A piece of a row: its text, and in which tone it is shown."""
+    """A part of a row: its text and its tone."""
 
     text: str
     tone: str = ""
@@ -46,8 +44,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """One field. `say` words it where `phrase` and `format` are not enough, `measure` is its metric's
-    value where that is not what stands at `path`."""
+    """One field. `say` makes its text if `phrase` and `format` do not suffice, `measure` the value of
+    its metric if it is not that at `path`. Only metrics and columns need `help`."""
 
     path: str  # of an attribute in the record of its table; unique there
     label: str
@@ -62,7 +60,7 @@ class Field:
     metric: str = ""  # without `diloco_`
     measure: Callable[[Any], float | None] | None = None
     is_setting: bool = False
-    displays: tuple[str, ...] = SCREENS  # of those with rows, and tables of workers, that show it
+    displays: tuple[str, ...] = SCREENS  # that show its row or column
 
     @property
     def shown(self) -> frozenset[str]:
@@ -72,7 +70,7 @@ class Field:
         return frozenset(found)
 
     def value(self, record: Any) -> Any:
-        """What stands at its path; None also where a record on the way is None."""
+        """The value at its path; None if a record on the path is None."""
         for name in self.path.split("."):
             record = None if record is None else getattr(record, name)
         return record
@@ -82,7 +80,7 @@ class Field:
         return FORMATS[self.format](self.value(record))
 
     def part(self, record: Any) -> Part:
-        """What its row says of it; an empty text where there is nothing to say."""
+        """Its part of a row; an empty text if it is not shown."""
         if self.say is not None:
             said = self.say(record)
             return said if isinstance(said, Part) else Part(said or "", self.tone * bool(said))
@@ -97,27 +95,27 @@ class Field:
         return None if found is None else float(found)
 
 
-# How single fields are worded.
+# The text of single fields.
 
 
 def has_round(snapshot: Snapshot) -> bool:
-    """Before the first round the feed has a round 0 that expects no worker."""
+    """Whether a round is open; before the first, the feed has a round 0 that expects no worker."""
     now = snapshot.round
     return snapshot.mode != "async" and now is not None and bool(now.number or now.expected)
 
 
 def run_name(snapshot: Snapshot) -> str:
-    """The first eight characters of the run's id: what displays show."""
+    """The first eight characters of the run's id, as displays show it."""
     return (snapshot.run or "")[:8]
 
 
 def confirmed_by(snapshot: Snapshot | None) -> str:
-    """What has to be typed to end a run; one without a model has no name of its own yet."""
+    """The text to type to end a run: its name, if it has one yet."""
     return (run_name(snapshot) if snapshot else "") or "shutdown"
 
 
 def state_of(snapshot: Snapshot) -> Part:
-    """What the run does, and for how long or what for."""
+    """The state of the run, with its duration or reason."""
     state = snapshot.state
     if state == "waiting" and snapshot.ended:
         return Part("ended: all workers have left; others may still join")
@@ -130,16 +128,15 @@ def state_of(snapshot: Snapshot) -> Part:
 
 _SECURITY = {
     KEYS: Part("keys: only holders of a key connect"),
-    LOOPBACK: Part("loopback: no other machine reaches it"),
+    LOOPBACK: Part("loopback: not reachable from other machines"),
     INSECURE: Part(
-        "INSECURE: anyone who reaches it may train, steer and read; serve --keys DIR requires keys",
-        BAD,
+        "INSECURE: any machine that reaches it may train, steer and read; use serve --keys DIR", BAD
     ),
 }
 
 
 def _of_round(say: Callable[[Snapshot, Round], str]) -> Callable[[Snapshot], str]:
-    """Of the open round; nothing before the first."""
+    """Text about the open round; empty before the first."""
     return lambda snapshot: (
         say(snapshot, snapshot.round) if snapshot.round and has_round(snapshot) else ""
     )
@@ -153,14 +150,11 @@ def _named(snapshot: Snapshot, what: str, ids: tuple[str, ...]) -> str:
     return f"{what}: {names(ids)}" if ids and has_round(snapshot) else ""
 
 
-_WAITS = {
-    "grace": "others have some time left",
-    "closing": "is closing",
-}
+_WAITS = {"grace": "grace period", "closing": "closing"}
 
 
 def _why(snapshot: Snapshot) -> str:
-    """What the round waits for, but for pushes: of these the row names those that are missing."""
+    """Why the round is open; missing pushes are a part of their own."""
     why = snapshot.why
     if why is None or why.reason not in _WAITS:
         return ""
@@ -176,7 +170,7 @@ def _last(snapshot: Snapshot) -> str:
 
 
 def _of_last_round(phrase: str, value: Callable[[Any], str]) -> Callable[[Snapshot], str]:
-    """Of a run with rounds."""
+    """Text about the last round of a synchronous run."""
 
     def say(snapshot: Snapshot) -> str:
         last = snapshot.last_round
@@ -193,7 +187,7 @@ def _last_staleness(snapshot: Snapshot) -> str:
 
 
 def _progress(made: str, limit: str, unit: str, format: str) -> Callable[[Snapshot], str]:
-    """How much of a limit of the run is used up."""
+    """Progress towards a limit of the run."""
 
     def say(snapshot: Snapshot) -> str:
         end, write = snapshot.end, FORMATS[format]
@@ -205,12 +199,12 @@ def _progress(made: str, limit: str, unit: str, format: str) -> Callable[[Snapsh
 
 
 def _scheduled(name: str, label: str) -> Callable[[Snapshot], str]:
-    """A setting of the outer optimizer; where its schedule has it elsewhere now, that first."""
+    """A setting of the outer optimizer, with its scheduled value first if that differs."""
 
     def say(snapshot: Snapshot) -> str:
-        outer, turn = snapshot.outer, snapshot.round.fragment if snapshot.round else 0
+        outer, fragment = snapshot.outer, snapshot.round.fragment if snapshot.round else 0
         given = getattr(outer, name)
-        now = next((getattr(f, name) for f in snapshot.fragments if f.fragment == turn), None)
+        now = next((getattr(f, name) for f in snapshot.fragments if f.fragment == fragment), None)
         if given is None or now is None or now == given:
             return "" if given is None else f"{label} {given:g}"
         schedule = outer.lr_schedule if name == "lr" else outer.momentum_warmup
@@ -270,30 +264,29 @@ def _merge(snapshot: Snapshot) -> str:
 
 
 def _of_quorum(phrase: str, name: str) -> Callable[[Snapshot], str]:
-    """Something that a run has only with a quorum."""
+    """Text about a setting that applies only with a quorum."""
     return lambda snapshot: (
         "" if snapshot.reducer.quorum is None else phrase.format(getattr(snapshot.reducer, name))
     )
 
 
 def _dylu(snapshot: Snapshot) -> str:
-    told = snapshot.asynchronous
-    if told is None:
+    of = snapshot.asynchronous
+    if of is None:
         return ""
-    least = "" if told.dylu_min_steps is None else f" from {plural(told.dylu_min_steps, 'step')}"
-    return f"DyLU{least}" if told.dylu else "no DyLU"
+    least = "" if of.dylu_min_steps is None else f" from {plural(of.dylu_min_steps, 'step')}"
+    return f"DyLU{least}" if of.dylu else "no DyLU"
 
 
 def _most_staleness(snapshot: Snapshot) -> str:
-    told = snapshot.asynchronous
-    if told is None:
+    if snapshot.asynchronous is None:
         return ""
-    most = told.max_staleness
+    most = snapshot.asynchronous.max_staleness
     return "any staleness" if most is None else f"staleness up to {plural(most, 'version')}"
 
 
 def _limit(name: str, phrase: str, never: str) -> Callable[[Snapshot], str]:
-    """A time after which a worker counts as gone; 0 is never, None is unknown."""
+    """Text about a timeout; 0 is never, None is unknown."""
 
     def say(snapshot: Snapshot) -> str:
         seconds = getattr(snapshot.liveness, name)
@@ -305,8 +298,8 @@ def _limit(name: str, phrase: str, never: str) -> Callable[[Snapshot], str]:
 def _checkpoint(snapshot: Snapshot) -> Part:
     saved = snapshot.checkpoint
     if saved is None:
-        is_told = "checkpoint" in snapshot.raw  # an unknown broker may never mention checkpoints
-        return Part("none: the broker has no save folder", UNEASY) if is_told else Part("")
+        is_known = "checkpoint" in snapshot.raw  # another broker may not report checkpoints
+        return Part("none: the broker has no save folder", UNEASY) if is_known else Part("")
     if saved.round is None or saved.age_s is None:
         return Part("none yet")
     said = f"before round {saved.round}, {duration(saved.age_s)} ago"
@@ -314,20 +307,20 @@ def _checkpoint(snapshot: Snapshot) -> Part:
 
 
 def _standby(snapshot: Snapshot) -> Part:
-    told = snapshot.standby
-    if told is None:
+    of = snapshot.standby
+    if of is None:
         return Part("")
-    if told.is_replaced:
-        return Part("replaced: the standby runs the run", BAD)
-    if told.is_alone:
-        return Part("given up: this broker goes on alone", UNEASY)
-    held = "held" if told.holds_lease else "lost"
-    heard = "never heard" if told.heard_age_s is None else f"heard {duration(told.heard_age_s)} ago"
-    return Part(f"lease of {told.lease_s:g} s {held}, {heard}", "" if told.holds_lease else BAD)
+    if of.is_replaced:
+        return Part("replaced: the standby has taken over", BAD)
+    if of.is_alone:
+        return Part("declared gone: this broker continues alone", UNEASY)
+    held = "held" if of.holds_lease else "lost"
+    heard = "never heard" if of.heard_age_s is None else f"heard {duration(of.heard_age_s)} ago"
+    return Part(f"lease of {of.lease_s:g} s {held}, {heard}", "" if of.holds_lease else BAD)
 
 
 def _reasons(snapshot: Snapshot) -> str:
-    # The feed's parser leaves what is inside a mapping as it came.
+    # The values of a mapping in the feed are not validated.
     counted = ((code, n) for code, n in snapshot.totals.refused.items() if isinstance(n, int))
     most = sorted(counted, key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in most)
@@ -340,7 +333,7 @@ def _rejected(snapshot: Snapshot) -> Part:
 
 
 def _counted(phrase: str, value: Callable[[Snapshot], int], tone: str) -> Callable[[Any], Part]:
-    """A number that should be 0: in a tone where it is not."""
+    """A number in a tone if it is not 0."""
 
     def say(snapshot: Snapshot) -> Part:
         count = value(snapshot)
@@ -351,68 +344,58 @@ def _counted(phrase: str, value: Callable[[Snapshot], int], tone: str) -> Callab
 
 # fmt: off
 OF_SNAPSHOT: tuple[Field, ...] = (
-    Field("run", "Run", "First characters of the run's id.", "text", row="run",
-        say=lambda s: run_name(s) or "not begun"),
-    Field("mode", "Mode", "Synchronous or asynchronous.", "text", row="run"),
-    Field("version", "Version", "Version of the broker.", "text", row="broker",
-        displays=LARGE),
+    Field("run", "Run", row="run", say=lambda s: run_name(s) or "not begun"),
+    Field("mode", "Mode", format="text", row="run"),
+    Field("version", "Version", format="text", row="broker", displays=LARGE),
     Field("uptime_s", "Uptime", "Time since the broker's start.", "duration", row="run",
         phrase="up {}", metric="broker_uptime_seconds"),
-    Field("state", "State", "What the run does.", "text", row="state", say=state_of),
-    Field("ended", "Ended",
-        "1 once all workers have left as done, after a round at least, else 0.",
+    Field("state", "State", row="state", say=state_of),
+    Field("ended", "Ended", "1 once all workers have left as done, after a round at least, else 0.",
         metric="run_ended"),
-    Field("paused_for_s", "Paused for",
-        "How long the run has been paused; absent while it is not.",
-        "duration", metric="run_paused_seconds"),
+    Field("paused_for_s", "Paused for", "How long the run has been paused; absent while it is not.",
+        metric="run_paused_seconds"),
     Field("security", "Security",
-        "1 if other machines reach the broker and it requires no keys, so that anyone may steer, else "
-        "0.",
+        "1 if other machines reach the broker and it requires no keys, so that anyone may steer, "
+        "else 0.",
         row="security", say=lambda s: _SECURITY.get(s.security), metric="broker_insecure",
         measure=lambda s: s.security == INSECURE if s.security else None),
 
-    Field("round", "Round", "The open round, and for how long it has been open.", "text",
-        row="round",
+    Field("round", "Round", row="round",
         say=_of_round(lambda _, now: f"{now.number} {now.phase} for {duration(now.age_s)}")),
     Field("round.fragment", "Fragment of the round", row="round",
         say=_of_round(lambda s, now: f"fragment {now.fragment}" * (len(s.fragments) > 1))),
-    Field("round.arrived", "Arrived", "Workers whose push has begun, of those expected.",
-        row="round", unit="workers",
+    Field("round.arrived", "Arrived", row="round",
         say=_of_round(lambda _, now: f"{len(now.arrived)} of {len(now.expected)} arrived")),
-    Field("applied", "Applied", "Pushes applied, of an asynchronous run.", row="pushes",
-        unit="pushes", say=_when_async("{} applied", lambda s: sum(f.gradients for f in s.fragments))),
+    Field("applied", "Applied", row="pushes",
+        say=_when_async("{} applied", lambda s: sum(f.gradients for f in s.fragments))),
     Field("reducer.submissions", "In progress",
-        "Submissions that the broker keeps, whole or in part.", row="pushes", unit="pushes",
+        "Submissions that the broker keeps, whole or in part.", row="pushes",
         say=_when_async("{} in progress", lambda s: s.reducer.submissions),
         metric="pending_submissions"),
-    Field("reducer.waiting", "Waiting for a slot", "Submissions that wait for a slot.",
-        row="pushes", unit="pushes",
+    Field("reducer.waiting", "Waiting for a slot", "Submissions that wait for a slot.", row="pushes",
         say=_when_async("{} waiting for a slot", lambda s: s.reducer.waiting),
         metric="waiting_submissions"),
-    Field("missing", "Missing", "Workers that the round waits for and that do not train.", "names",
-        row="round", say=lambda s: _named(s, "missing", s.missing)),
-    Field("training", "Training", "Workers that the round waits for and that train.", "names",
-        row="round", say=lambda s: _named(s, "training", s.training)),
-    Field("round.floor", "Least contributions", "Workers below which the round stays open.",
-        row="round", unit="workers",
+    Field("missing", "Missing", row="round", say=lambda s: _named(s, "missing", s.missing)),
+    Field("training", "Training", row="round", say=lambda s: _named(s, "training", s.training)),
+    Field("round.floor", "Least contributions", row="round",
         say=_of_round(lambda _, now: f"needs {now.floor}" if now.floor else "")),
-    Field("why.reason", "Waits for", "What the round waits for, and for how long.", "text",
-        row="round", say=_of_round(lambda s, _: _why(s))),
+    Field("why.reason", "Waits for", row="round", say=_of_round(lambda s, _: _why(s))),
 
-    Field("counts.alive", "Workers alive", "Workers that are alive.",
-        row="workers", phrase="{} alive", unit="workers", metric="workers_alive"),
+    Field("counts.alive", "Workers alive", "Workers that are alive.", row="workers",
+        phrase="{} alive", metric="workers_alive"),
     Field("counts.participating", "Workers participating",
-        "Workers whose push for the coming version is in progress or complete.",
-        row="workers", phrase="{} participating", unit="workers", metric="workers_participating"),
-    Field("counts.averaged", "Workers averaged", "Workers averaged in the last round.",
-        row="workers", phrase="{} averaged", unit="workers", metric="workers_averaged"),
+        "Workers whose push for the coming version is in progress or complete.", row="workers",
+        phrase="{} participating", metric="workers_participating"),
+    Field("counts.averaged", "Workers averaged", "Workers averaged in the last round.", row="workers",
+        phrase="{} averaged", metric="workers_averaged"),
     Field("counts.due", "Workers due",
         "Workers that should be alive: --workers less those that left properly, or the living and the "
-        "dead together where these are more.", unit="workers", metric="workers_due"),
-    Field("workers_wanted", "Workers", "Workers that round one waits for.",
-        row="workers", phrase="{} wanted", unit="workers", metric="workers_wanted", is_setting=True),
-    Field("min_workers", "Least contributions to a round",
-        "Workers below which no round closes.", row="workers", unit="workers",
+        "dead together where these are more.",
+        metric="workers_due"),
+    Field("workers_wanted", "Workers", "Workers that round one waits for.", row="workers",
+        phrase="{} wanted", metric="workers_wanted", is_setting=True),
+    Field("min_workers", "Least contributions to a round", "Workers below which no round closes.",
+        row="workers",
         say=lambda s: f"no round below {s.min_workers}" if (s.min_workers or 1) > 1 else "",
         metric="workers_minimum", is_setting=True),
     Field("totals.deaths", "Deaths", "Workers that died.", row="workers",
@@ -421,205 +404,187 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("last_round.number", "Last round", "Round that closed last.", row="last", say=_last,
         metric="last_round_number"),
     Field("last_round.seconds", "Last round's time",
-        "Time that the last round took; absent in asynchronous mode.", "duration", row="last",
+        "Time that the last round took; absent in asynchronous mode.", row="last",
         say=_of_last_round("took {}", lambda last: duration(last.seconds)),
         metric="last_round_seconds",
         measure=lambda s: s.last_round.seconds if s.last_round and s.mode != "async" else None),
-    Field("last_round.averaged", "Averaged", "Workers averaged in the last round.",
-        row="last", say=_of_last_round("{} averaged", lambda last: str(last.averaged))),
+    Field("last_round.averaged", "Averaged", row="last",
+        say=_of_last_round("{} averaged", lambda last: str(last.averaged))),
     Field("last_round.weight", "Weight", "Sum of the weights averaged in the last round.",
-        "norm", metric="last_round_weight"),
+        metric="last_round_weight"),
     Field("last_round.loss", "Loss", "Mean loss that the workers of the last round reported.",
         "figure", row="last", phrase="loss {}", metric="last_round_loss"),
     Field("last_round.delta_norm", "Delta norm",
-        "Mean norm of the pseudo-gradients of the last round.",
-        "norm", row="last", phrase="delta norm {}", metric="last_round_delta_norm"),
+        "Mean norm of the pseudo-gradients of the last round.", "norm", row="last",
+        phrase="delta norm {}", metric="last_round_delta_norm"),
     Field("last_round.staleness", "Staleness",
         "Versions between the oldest base in the last round and the version that it made.",
-        row="last", unit="versions", say=_last_staleness, metric="last_round_staleness_versions"),
+        row="last", say=_last_staleness, metric="last_round_staleness_versions"),
 
     Field("end.max_rounds", "Limit of rounds",
-        "Rounds after which the run ends (--max-rounds); absent without such an end.",
-        row="end", unit="rounds", say=_progress("rounds", "max_rounds", " rounds", "count"),
-        metric="end_limit_rounds"),
+        "Rounds after which the run ends (--max-rounds); absent without such an end.", row="end",
+        say=_progress("rounds", "max_rounds", " rounds", "count"), metric="end_limit_rounds"),
     Field("end.token_budget", "Limit of tokens",
-        "Tokens after which the run ends (--token-budget); absent without such an end.",
-        row="end", unit="tokens", say=_progress("tokens", "token_budget", " tokens", "amount"),
-        metric="end_limit_tokens"),
+        "Tokens after which the run ends (--token-budget); absent without such an end.", row="end",
+        say=_progress("tokens", "token_budget", " tokens", "amount"), metric="end_limit_tokens"),
     Field("end.max_time_s", "Limit of time",
-        "Time after which the run ends (--max-time); absent without such an end.",
-        "duration", row="end", say=_progress("seconds", "max_time_s", "", "duration"),
-        metric="end_limit_seconds"),
+        "Time after which the run ends (--max-time); absent without such an end.", row="end",
+        say=_progress("seconds", "max_time_s", "", "duration"), metric="end_limit_seconds"),
     Field("end.rounds", "Rounds made", "Rounds made, of a run that was given an end.",
-        unit="rounds", metric="end_made_rounds"),
-    Field("end.tokens", "Tokens counted",
-        "Tokens in counted work, of a run that was given an end.",
-        unit="tokens", metric="end_made_tokens"),
+        metric="end_made_rounds"),
+    Field("end.tokens", "Tokens counted", "Tokens in counted work, of a run that was given an end.",
+        metric="end_made_tokens"),
     Field("end.seconds", "Time used",
         "Time in which rounds could close, of a run that was given an end.",
-        "duration", metric="end_made_seconds"),
+        metric="end_made_seconds"),
     Field("end.is_over", "Over", "1 once no other version will be made, else 0.", row="end",
         tone=UNEASY, say=lambda s: "the run is over" if s.end and s.end.is_over else "",
         metric="end_reached"),
 
-
     Field("model.parameters", "Parameters", "Trainable parameters.", "parameters", row="model",
-        phrase="{} parameters", unit="parameters", metric="model_parameters"),
-    Field("model.tensors", "Tensors", row="model", phrase="{} tensors", unit="tensors"),
+        phrase="{} parameters", metric="model_parameters"),
+    Field("model.tensors", "Tensors", row="model", phrase="{} tensors"),
     Field("model.bytes", "Model size", "Size of the model at the broker.", "bytes", row="model",
         metric="model_size_bytes"),
-    Field("versions", "Versions", "Newest version of each fragment.", "text", row="model",
-        say=_versions),
-    Field("contributions", "Pushes averaged", "Pushes averaged, by fragment.", row="model",
-        unit="pushes", say=_contributions),
+    Field("versions", "Versions", row="model", say=_versions),
+    Field("contributions", "Pushes averaged", row="model", say=_contributions),
 
-    Field("outer.optimizer", "Outer optimizer", "", "text", row="outer", is_setting=True,
+    Field("outer.optimizer", "Outer optimizer", row="outer", is_setting=True,
         say=lambda s: " ".join(filter(None, (s.outer.optimizer, s.outer.variant)))),
-    Field("outer.variant", "Variant of Delayed Nesterov", format="text", is_setting=True),
-    Field("outer.lr", "Outer learning rate", "Outer learning rate.", "setting", row="outer",
+    Field("outer.variant", "Variant of Delayed Nesterov", is_setting=True),
+    Field("outer.lr", "Outer learning rate", "Outer learning rate.", row="outer",
         say=_scheduled("lr", "lr"), metric="outer_learning_rate", is_setting=True),
-    Field("outer.lr_schedule", "Learning-rate schedule", format="text", is_setting=True),
-    Field("outer.momentum", "Outer momentum", "Outer momentum.", "setting", row="outer",
+    Field("outer.lr_schedule", "Learning-rate schedule", is_setting=True),
+    Field("outer.momentum", "Outer momentum", "Outer momentum.", row="outer",
         say=_scheduled("momentum", "momentum"), metric="outer_momentum", is_setting=True),
-    Field("outer.momentum_warmup", "Momentum warm-up", format="text", is_setting=True),
-    Field("outer.nesterov", "Nesterov", "", "setting", row="outer", is_setting=True,
+    Field("outer.momentum_warmup", "Momentum warm-up", is_setting=True),
+    Field("outer.nesterov", "Nesterov", row="outer", is_setting=True,
         say=lambda s: "no Nesterov" if s.outer.nesterov is False else ""),
-    Field("outer.c", "Constant c of Delayed Nesterov", "", "setting", row="outer", is_setting=True,
+    Field("outer.c", "Constant c of Delayed Nesterov", row="outer", is_setting=True,
         say=lambda s: f"c {s.outer.c:g}" if s.outer.c else ""),
     Field("outer.buffer", "Gradients to a momentum step",
         "Pseudo-gradients to one step of a buffered outer optimizer; absent without a buffer.",
         row="outer", metric="outer_buffer_gradients", is_setting=True,
         say=lambda s: f"buffer {' '.join(str(f.buffered) for f in s.fragments) or 0} of {size}"
         if (size := s.outer.buffer or 0) > 1 else ""),
-    Field("outer.groups", "Groups of the torch optimizer", format="text", is_setting=True),
+    Field("outer.groups", "Groups of the torch optimizer", is_setting=True),
 
-    Field("sync_every", "Steps to a boundary (H)", "Inner steps to a round (H).", unit="steps",
-        row="outer", phrase="every {} steps", metric="sync_every_steps", is_setting=True),
-    Field("wire_dtype", "Pseudo-gradients are sent as", format="text", is_setting=True,
-        row="outer",
+    Field("sync_every", "Steps to a boundary (H)", "Inner steps to a round (H).", row="outer",
+        phrase="every {} steps", metric="sync_every_steps", is_setting=True),
+    Field("wire_dtype", "Pseudo-gradients are sent as", is_setting=True, row="outer",
         say=lambda s: f"{s.wire_dtype} up, {s.reply_dtype} down" if s.wire_dtype else ""),
-    Field("reply_dtype", "Parameters are sent as", format="text", is_setting=True),
+    Field("reply_dtype", "Parameters are sent as", is_setting=True),
 
     Field("num_fragments", "Fragments (P)", "Fragments of the model.", row="fragments", say=_split,
         metric="fragments", measure=lambda s: len(s.fragments) or None, is_setting=True),
-    Field("fragment_pattern", "How the model is split", format="text", is_setting=True),
-    Field("fragment_delay_auto", "Replies are merged on arrival", format="setting",
-        is_setting=True),
+    Field("fragment_pattern", "How the model is split", is_setting=True),
+    Field("fragment_delay_auto", "Replies are merged on arrival", is_setting=True),
     Field("fragment_sync_delay", "Steps from sending to merging (tau)",
-        "Steps after which a reply is merged; absent where it is merged on arrival.",
-        unit="steps", row="fragments", say=_delay, metric="fragment_delay_steps",
+        "Steps after which a reply is merged; absent where it is merged on arrival.", row="fragments",
+        say=_delay, metric="fragment_delay_steps",
         measure=lambda s: None if s.fragment_delay_auto else s.fragment_sync_delay, is_setting=True),
     Field("fragment_max_delay", "Steps after which a worker waits",
-        "Steps after which a worker waits for a reply.", unit="steps", row="fragments",
-        say=_longest_delay, metric="fragment_max_delay_steps", is_setting=True),
-    Field("fragment_merge", "Merge", format="text", is_setting=True),
+        "Steps after which a worker waits for a reply.", row="fragments", say=_longest_delay,
+        metric="fragment_max_delay_steps", is_setting=True),
+    Field("fragment_merge", "Merge", is_setting=True),
     Field("fragment_update_alpha", "Weight of local parameters (alpha)",
         "Weight of the local parameters where a reply is merged; absent where it is rebased.",
-        "setting", row="fragments", say=_merge, metric="fragment_alpha_ratio", is_setting=True,
+        row="fragments", say=_merge, metric="fragment_alpha_ratio", is_setting=True,
         measure=lambda s: s.fragment_update_alpha if s.fragment_merge == "alpha" else None),
 
-    Field("reducer.aggregate", "Aggregate", "", "text", row="reducing",
-        is_setting=True, say=lambda s: s.reducer.aggregate.removeprefix("mean")),
-    Field("reducer.trim", "Trimmed at each end", "", "percent", row="reducing",
+    Field("reducer.aggregate", "Aggregate", row="reducing", is_setting=True,
+        say=lambda s: s.reducer.aggregate.removeprefix("mean")),
+    Field("reducer.trim", "Trimmed at each end", format="percent", row="reducing",
         phrase="without {} at each end", is_setting=True),
-    Field("reducer.weight_by", "Weights", "", "text", row="reducing",
-        is_setting=True,
+    Field("reducer.weight_by", "Weights", row="reducing", is_setting=True,
         say=lambda s: f"weights by {by}" if (by := s.reducer.weight_by) != "equal" else ""),
-    Field("reducer.staged", "Complete submissions are kept", format="setting", is_setting=True),
-    Field("reducer.deterministic", "Folded in the order of workers", "", "setting",
-        row="reducing", is_setting=True,
+    Field("reducer.staged", "Submissions are staged", is_setting=True),
+    Field("reducer.deterministic", "Deterministic order of folds", row="reducing", is_setting=True,
         say=lambda s: "deterministic" * s.reducer.deterministic),
-    Field("reducer.relays", "Relays", "", "setting", row="reducing",
-        say=lambda s: "with relays" * s.reducer.relays),
-    Field("reducer.max_delta_norm", "Longest pseudo-gradient", "", "setting", row="reducing",
+    Field("reducer.relays", "Relays", row="reducing", say=lambda s: "with relays" * s.reducer.relays),
+    Field("reducer.max_delta_norm", "Longest pseudo-gradient", format="setting", row="reducing",
         phrase="norm to {}", is_setting=True),
-    Field("reducer.max_delta_norm_auto", "Longer than 5 times the usual is rejected", "",
-        "setting", row="reducing", is_setting=True,
-        say=lambda s: "norm to 5 times the median" * s.reducer.max_delta_norm_auto),
-    Field("reducer.quorum", "Quorum", "", row="reducing", unit="workers",
-        say=_of_quorum("quorum {}", "quorum"), is_setting=True),
-    Field("reducer.grace_s", "Grace", "", "duration", row="reducing",
-        say=_of_quorum("grace {:g} s", "grace_s"), is_setting=True),
-    Field("reducer.late", "Late work", "", "text", row="reducing",
-        say=_of_quorum("late work: {}", "late"), is_setting=True),
+    Field("reducer.max_delta_norm_auto", "Longer than 5 times the usual is rejected", row="reducing",
+        is_setting=True, say=lambda s: "norm to 5 times the median" * s.reducer.max_delta_norm_auto),
+    Field("reducer.quorum", "Quorum", row="reducing", say=_of_quorum("quorum {}", "quorum"),
+        is_setting=True),
+    Field("reducer.grace_s", "Grace", row="reducing", say=_of_quorum("grace {:g} s", "grace_s"),
+        is_setting=True),
+    Field("reducer.late", "Late work", row="reducing", say=_of_quorum("late work: {}", "late"),
+        is_setting=True),
 
     Field("asynchronous.dylu", "Dynamic Local Updates",
-        "1 with Dynamic Local Updates, else 0; absent in a run with rounds.", "setting",
-        row="async", say=_dylu, metric="dylu_enabled", is_setting=True),
+        "1 with Dynamic Local Updates, else 0; absent in a run with rounds.", row="async", say=_dylu,
+        metric="dylu_enabled", is_setting=True),
     Field("asynchronous.dylu_min_steps", "Least steps of a slow worker",
         "Least steps that a slow worker is given; absent without Dynamic Local Updates.",
-        unit="steps", metric="dylu_minimum_steps", is_setting=True),
-    Field("asynchronous.staleness_weight", "Weight of stale work", format="text", row="async",
-        is_setting=True, say=lambda s: f"weight {told.staleness_weight}"
-        if (told := s.asynchronous) and told.staleness_weight != "none" else ""),
+        metric="dylu_minimum_steps", is_setting=True),
+    Field("asynchronous.staleness_weight", "Weight of stale work", row="async", is_setting=True,
+        say=lambda s: f"weight {of.staleness_weight}"
+        if (of := s.asynchronous) and of.staleness_weight != "none" else ""),
     Field("asynchronous.max_staleness", "Most staleness",
-        "Staleness above which work is rejected; absent without a limit.", unit="versions",
-        row="async", say=_most_staleness, metric="staleness_limit_versions", is_setting=True),
+        "Staleness above which work is rejected; absent without a limit.", row="async",
+        say=_most_staleness, metric="staleness_limit_versions", is_setting=True),
     Field("asynchronous.slots", "Slots",
         "Submissions in progress at a time; absent in a run with rounds.", row="async",
         phrase="{} slots", metric="submission_slots", is_setting=True),
-    Field("asynchronous.deadline_s", "Slot lost without progress for", "", "duration",
-        row="async", phrase="deadline {}", is_setting=True),
+    Field("asynchronous.deadline_s", "Slot lost without progress for", format="duration", row="async",
+        phrase="deadline {}", is_setting=True),
 
     Field("liveness.heartbeat_timeout_s", "Dead after silence of",
-        "Silence after which a worker counts as dead; 0 is never.", "duration", row="timeouts",
+        "Silence after which a worker counts as dead; 0 is never.", row="timeouts",
         say=_limit("heartbeat_timeout_s", "silent {}: dead", "silent: never dead"),
         metric="heartbeat_timeout_seconds", is_setting=True),
     Field("liveness.stall_timeout_s", "Stalled without a step for",
-        "Time without a step after which no round waits for a worker; 0 is never.", "duration",
-        row="timeouts", say=_limit("stall_timeout_s", "no step {}: stalled", "no step: not stalled"),
+        "Time without a step after which no round waits for a worker; 0 is never.", row="timeouts",
+        say=_limit("stall_timeout_s", "no step {}: stalled", "no step: not stalled"),
         metric="stall_timeout_seconds", is_setting=True),
     Field("liveness.disconnect_grace_s", "Time to reconnect",
-        "Time that a worker has to come back after its connection broke.", "duration",
-        row="timeouts", say=_limit("disconnect_grace_s", "{} to reconnect", "no time to reconnect"),
+        "Time that a worker has to come back after its connection broke.", row="timeouts",
+        say=_limit("disconnect_grace_s", "{} to reconnect", "no time to reconnect"),
         metric="disconnect_grace_seconds", is_setting=True),
 
     Field("checkpoint.age_s", "Newest checkpoint",
-        "Time since the newest checkpoint; absent before the first.", "duration",
-        row="checkpoint", say=_checkpoint, metric="checkpoint_age_seconds"),
+        "Time since the newest checkpoint; absent before the first.", row="checkpoint",
+        say=_checkpoint, metric="checkpoint_age_seconds"),
     Field("checkpoint.round", "Round of the newest checkpoint",
         "Round that follows the newest checkpoint.", metric="checkpoint_round"),
     Field("checkpoint.error", "Save error",
         "1 if the last save failed; absent without a save folder.", "text", row="checkpoint",
         tone=BAD, phrase="NOT SAVED: {}", metric="checkpoint_failed",
         measure=lambda s: None if s.checkpoint is None else s.checkpoint.error is not None),
-    Field("checkpoint.folder", "Save folder", "", "text", row="checkpoint", phrase="in {}",
+    Field("checkpoint.folder", "Save folder", format="text", row="checkpoint", phrase="in {}",
         displays=(STATUS, DASHBOARD)),
-    Field("checkpoint.durable", "Durable", "", "setting", row="checkpoint",
+    Field("checkpoint.durable", "Durable", row="checkpoint",
         say=lambda s: "durable" if s.checkpoint and s.checkpoint.durable else ""),
-    Field("save_every", "Rounds between checkpoints", unit="rounds", is_setting=True),
+    Field("save_every", "Rounds between checkpoints", is_setting=True),
 
-    Field("term", "Term", "How often a standby took over the run.", row="standby",
-        say=lambda s: f"term {s.term}" if s.term else ""),
-    Field("standby.holds_lease", "Lease", "", "setting", row="standby", say=_standby),
+    Field("term", "Term", row="standby", say=lambda s: f"term {s.term}" if s.term else ""),
+    Field("standby.holds_lease", "Lease", row="standby", say=_standby),
 
-    Field("totals.rejected", "Rejected", "Work of workers that the broker rejected, with reasons.",
-        row="rejected", say=_rejected),
-    Field("totals.malformed", "Malformed", "Messages that broke the wire protocol.", "count",
-        row="rejected", metric="malformed_messages_total",
+    Field("totals.rejected", "Rejected", row="rejected", say=_rejected),
+    Field("totals.malformed", "Malformed", "Messages that broke the wire protocol.", row="rejected",
+        metric="malformed_messages_total",
         say=_counted("{} malformed", lambda s: s.totals.malformed, UNEASY)),
     Field("totals.bytes_up", "Sent up",
-        "Pseudo-gradients, and the first parameters, received from workers.", "bytes",
-        row="traffic", displays=LARGE, phrase="{} up", metric="uploaded_bytes_total"),
-    Field("totals.bytes_down", "Sent down", "Parameters sent to workers.", "bytes",
-        row="traffic", displays=LARGE, phrase="{} down", metric="downloaded_bytes_total"),
-    Field("totals.pushes", "Pushes", "Pushes begun.", "count", row="traffic", unit="pushes",
-        displays=LARGE,
+        "Pseudo-gradients, and the first parameters, received from workers.", "bytes", row="traffic",
+        displays=LARGE, phrase="{} up", metric="uploaded_bytes_total"),
+    Field("totals.bytes_down", "Sent down", "Parameters sent to workers.", "bytes", row="traffic",
+        displays=LARGE, phrase="{} down", metric="downloaded_bytes_total"),
+    Field("totals.pushes", "Pushes", "Pushes begun.", "count", row="traffic", displays=LARGE,
         phrase="{} pushes", metric="pushes_total"),
-    Field("totals.contributions", "Pushes counted", "Pushes counted whole.", unit="pushes",
+    Field("totals.contributions", "Pushes counted", "Pushes counted whole.",
         metric="contributions_total"),
-    Field("totals.rounds", "Rounds", "Rounds closed.", "count", row="broker", unit="rounds",
-        displays=LARGE,
+    Field("totals.rounds", "Rounds", "Rounds closed.", "count", row="broker", displays=LARGE,
         phrase="{} rounds", metric="rounds_total"),
     Field("loop.longest_turn_ms", "Longest turn",
-        "CPU time of the longest turn of the broker's loop between its last two snapshots.",
-        "norm", unit="ms", row="broker", displays=LARGE, phrase="turn {} ms",
-        metric="broker_longest_turn_seconds",
+        "CPU time of the longest turn of the broker's loop between its last two snapshots.", "norm",
+        row="broker", displays=LARGE, phrase="turn {} ms", metric="broker_longest_turn_seconds",
         measure=lambda s: None if (turn := s.loop.longest_turn_ms) is None else turn / 1000),
-    Field("loop.cpu_s", "CPU time", "CPU time of the broker's own thread.", "duration",
-        row="broker", displays=LARGE, phrase="cpu {}", metric="broker_cpu_seconds_total"),
-    Field("loop.rss_bytes", "Memory", "Resident memory of the broker.", "bytes",
-        row="broker", displays=LARGE, phrase="rss {}", metric="broker_resident_memory_bytes"),
+    Field("loop.cpu_s", "CPU time", "CPU time of the broker's own thread.", "duration", row="broker",
+        displays=LARGE, phrase="cpu {}", metric="broker_cpu_seconds_total"),
+    Field("loop.rss_bytes", "Memory", "Resident memory of the broker.", "bytes", row="broker",
+        displays=LARGE, phrase="rss {}", metric="broker_resident_memory_bytes"),
 )
 
 # Of the open round; absent while there is none.
@@ -627,16 +592,15 @@ OF_ROUND: tuple[Field, ...] = (
     Field("number", "Round", "Round that is open or closing.", metric="round_number"),
     Field("fragment", "Fragment of the round", "Fragment that the round concerns.",
         metric="round_fragment"),
-    Field("age_s", "Round open for", "Time since the round opened.", "duration",
-        metric="round_age_seconds"),
-    Field("phase", "Phase", "1 if the round is closing, 0 if it is open.", "text",
-        metric="round_closing", measure=lambda of: of.phase == "closing"),
-    Field("expected", "Expected", "Workers that the round expects.",
-        metric="round_workers_expected", measure=lambda of: len(of.expected)),
-    Field("arrived", "Arrived", "Workers whose push has begun.",
-        metric="round_workers_arrived", measure=lambda of: len(of.arrived)),
-    Field("missing", "Missing", "Workers that the round waits for.",
-        metric="round_workers_missing", measure=lambda of: len(of.missing)),
+    Field("age_s", "Round open for", "Time since the round opened.", metric="round_age_seconds"),
+    Field("phase", "Phase", "1 if the round is closing, 0 if it is open.", metric="round_closing",
+        measure=lambda of: of.phase == "closing"),
+    Field("expected", "Expected", "Workers that the round expects.", metric="round_workers_expected",
+        measure=lambda of: len(of.expected)),
+    Field("arrived", "Arrived", "Workers whose push has begun.", metric="round_workers_arrived",
+        measure=lambda of: len(of.arrived)),
+    Field("missing", "Missing", "Workers that the round waits for.", metric="round_workers_missing",
+        measure=lambda of: len(of.missing)),
     Field("floor", "Least contributions", "Workers below which the round stays open.",
         metric="round_workers_floor"),
 )
@@ -649,13 +613,13 @@ OF_FRAGMENT: tuple[Field, ...] = (
     Field("contributions", "Pushes averaged", "Pushes counted into the fragment.",
         metric="fragment_contributions_total"),
     Field("usual_norm", "Usual norm",
-        "Median norm of the workers' last pseudo-gradients; absent with fewer than three.", "norm",
+        "Median norm of the workers' last pseudo-gradients; absent with fewer than three.",
         metric="fragment_usual_norm"),
     Field("lr", "Learning rate",
-        "Outer learning rate of the fragment's next step, as its schedule has it.", "setting",
+        "Outer learning rate of the fragment's next step, as its schedule has it.",
         metric="fragment_outer_learning_rate"),
     Field("momentum", "Momentum",
-        "Outer momentum of the fragment's next step, as its warm-up has it.", "setting",
+        "Outer momentum of the fragment's next step, as its warm-up has it.",
         metric="fragment_outer_momentum"),
 )
 
@@ -672,24 +636,24 @@ OF_ORDER: tuple[Field, ...] = (
 )
 
 
-def _is_used_up(of: Any) -> bool:
+def _is_exhausted(of: Any) -> bool:
     return bool(of.epochs) and of.counted >= of.size * of.epochs
 
 
 def _epoch(of: Any) -> str:
-    return "" if _is_used_up(of) else f"epoch {of.epoch + 1}" + f" of {of.epochs}" * bool(of.epochs)
+    return "" if _is_exhausted(of) else f"epoch {of.epoch + 1}" + f" of {of.epochs}" * bool(of.epochs)
 
 
 def _units(of: Any) -> str:
     total = of.size * of.epochs
-    if _is_used_up(of):
+    if _is_exhausted(of):
         return f"all {scaled(total)} units counted"
     return scaled(of.counted) + f" of {scaled(total)}" * bool(total) + " units counted"
 
 
 def _units_left(of: Any) -> str:
     left = of.size * of.epochs - of.counted - of.held
-    return f"{scaled(max(0, left))} left" if of.epochs and not _is_used_up(of) else ""
+    return f"{scaled(max(0, left))} left" if of.epochs and not _is_exhausted(of) else ""
 
 
 OF_DATA_SET: tuple[Field, ...] = (
@@ -697,26 +661,26 @@ OF_DATA_SET: tuple[Field, ...] = (
         say=_epoch, metric="data_set_epoch"),
     Field("epochs", "Epochs", "Epochs that are handed out; absent where they have no end.",
         metric="data_set_epochs", measure=lambda of: of.epochs or None),
-    Field("counted", "Counted", "Units in the global parameters, of all epochs together.",
-        "amount", unit="units", row="data", say=_units, metric="data_set_counted_units_total"),
-    Field("held", "Handed out", "Units that workers have and that are not counted.", "amount",
-        unit="units", row="data", say=lambda of: f"{scaled(of.held)} handed out" if of.held else "",
+    Field("counted", "Counted", "Units in the global parameters, of all epochs together.", row="data",
+        say=_units, metric="data_set_counted_units_total"),
+    Field("held", "Handed out", "Units that workers have and that are not counted.", row="data",
+        say=lambda of: f"{scaled(of.held)} handed out" if of.held else "",
         metric="data_set_handed_out_units"),
-    Field("size", "Size", "Units in one epoch of the data set.", "amount", unit="units",
-        row="data", say=_units_left, metric="data_set_size_units"),
-    Field("given_back", "Given back",
-        "Units that were given back and not handed out again yet.", unit="units",
+    Field("size", "Size", "Units in one epoch of the data set.", row="data", say=_units_left,
+        metric="data_set_size_units"),
+    Field("given_back", "Given back", "Units that were given back and not handed out again yet.",
         metric="data_set_given_back_units"),
 )
 
 OF_RELAY: tuple[Field, ...] = (
     Field("workers", "Workers", "Workers that come through the relay.", row="relays",
-        unit="workers", say=lambda of: plural(of.workers, "worker"), metric="relay_workers"),
-    Field("held_bytes", "Held", "Chunks that the relay holds for the broker.", "bytes",
+        say=lambda of: plural(of.workers, "worker"), metric="relay_workers"),
+    Field("held_bytes", "Held", "Chunks that the relay holds for the broker.",
         metric="relay_held_bytes"),
-    Field("silent_s", "Silent", "Time since the relay was heard.", "duration", row="relays",
+    Field("silent_s", "Silent", "Time since the relay was heard.", row="relays",
         say=lambda of: Part(f"silent {duration(of.silent_s)}", UNEASY)
-        if of.silent_s >= SILENT_S else "", metric="relay_heard_age_seconds"),
+        if of.silent_s >= SILENT_S else "",
+        metric="relay_heard_age_seconds"),
 )
 
 IN_TABLES = (STATUS, TOP, DASHBOARD, REPORT)
@@ -732,16 +696,16 @@ OF_WORKER: tuple[Field, ...] = (
         displays=IN_TABLES),
     Field("via", "Via", "Relay that the worker comes through.", "text", title="Via",
         displays=IN_TABLES),
-    Field("state", "State", "What the worker does; unknown while it is lost or dead.", "text",
+    Field("state", "State", "State of the worker; unknown while it is lost or dead.", "text",
         title="State"),
-    Field("round", "Round", "Last round that the worker pushed for.", title="Round",
-        displays=LARGE, metric="worker_round"),
+    Field("round", "Round", "Last round that the worker pushed for.", title="Round", displays=LARGE,
+        metric="worker_round"),
     Field("step", "Steps", "Inner steps that the worker has made.", "amount", title="Steps",
         unit="steps", displays=(STATUS, TOP), metric="worker_steps_total"),
     Field("inner_step", "Inner steps",
         "Inner steps since the worker's last boundary; absent while it is lost or dead.",
-        title="Inner", unit="steps", metric="worker_inner_steps", say=lambda of: (
-            f"{of.worker.inner_step if of.inner_now is None else f'~{of.inner_now}'}"
+        title="Inner", unit="steps", metric="worker_inner_steps",
+        say=lambda of: (f"{of.worker.inner_step if of.inner_now is None else f'~{of.inner_now}'}"
             f"/{of.worker.sync_every}"),
         measure=lambda of: None if of.health in UNHEARD else of.inner_step),
     Field("sync_every", "Steps to a boundary (H)",
@@ -751,8 +715,8 @@ OF_WORKER: tuple[Field, ...] = (
         "Inner steps a second, as the worker reports; absent while it is lost or dead.", "amount",
         title="Speed", unit="steps/s", displays=IN_TABLES, metric="worker_steps_per_second",
         measure=lambda of: None if of.health in UNHEARD else of.steps_per_s),
-    Field("loss", "Loss", "Loss that the worker reported last; NaN if that was not finite.",
-        "figure", title="Loss", displays=IN_TABLES, metric="worker_loss",
+    Field("loss", "Loss", "Loss that the worker reported last; NaN if that was not finite.", "figure",
+        title="Loss", displays=IN_TABLES, metric="worker_loss",
         measure=lambda of: of.loss if of.loss_is_finite else math.nan,
         say=lambda of: figure(of.worker.loss) if of.worker.loss_is_finite else Part("nan", BAD)),
     Field("delta_norm", "Delta norm",
@@ -763,21 +727,21 @@ OF_WORKER: tuple[Field, ...] = (
     Field("times_usual", "Times the usual norm",
         "That over the median of the workers, of the same fragment; absent with fewer than three.",
         "norm", metric="worker_times_usual_norm"),
-    Field("beat_age_s", "Heard", "Time since the worker was last heard.", "duration",
-        title="Heard", metric="worker_heartbeat_age_seconds"),
+    Field("beat_age_s", "Heard", "Time since the worker was last heard.", "duration", title="Heard",
+        metric="worker_heartbeat_age_seconds"),
     Field("sync_age_s", "Synced",
         "Time since work of the worker was last counted; absent before the first.", "duration",
         title="Synced", displays=LARGE, metric="worker_sync_age_seconds"),
     Field("staleness", "Staleness",
         "Versions between the base of the worker's last push and the version that it went into.",
         title="Stale", unit="versions", displays=IN_TABLES, metric="worker_staleness_versions"),
-    Field("rate_up", "Up/s", "Bytes a second that the worker sends.", "bytes/s",
-        title="Up/s", displays=LARGE, say=lambda of: byte_size(of.up)),
+    Field("rate_up", "Up/s", "Bytes a second that the worker sends.", "bytes/s", title="Up/s",
+        displays=LARGE, say=lambda of: byte_size(of.up)),
     Field("rate_down", "Down/s", "Bytes a second that the worker receives.", "bytes/s",
         title="Down/s", displays=LARGE, say=lambda of: byte_size(of.down)),
     Field("bytes_up", "Sent up",
-        "Pseudo-gradients, and the first parameters, received from the worker.", "bytes",
-        title="Up", displays=(TOP, REPORT), metric="worker_uploaded_bytes_total"),
+        "Pseudo-gradients, and the first parameters, received from the worker.", "bytes", title="Up",
+        displays=(TOP, REPORT), metric="worker_uploaded_bytes_total"),
     Field("bytes_down", "Sent down", "Parameters sent to the worker.", "bytes", title="Down",
         displays=(TOP, REPORT), metric="worker_downloaded_bytes_total"),
     Field("pushes", "Pushes", "Pushes of the worker.", "count", title="Pushes", unit="pushes",

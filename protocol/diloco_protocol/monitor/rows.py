@@ -1,6 +1,6 @@
-"""A snapshot in words: labelled rows of short parts, and the cells of a table of workers. Pure.
+"""A snapshot as text: labelled rows of short parts, and the cells of a table of workers. Pure.
 
-Every display of text shows these: `diloco-broker status` and `diloco-top` as lines, the page as a list.
+`diloco-broker status` and `diloco-top` show the rows as lines, the page as a list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from diloco_protocol.monitor.fields import (
 )
 from diloco_protocol.quantities import NONE
 
-# In their order; each with at least one field of the catalogue.
 # fmt: off
 ROWS = (
     "run", "state", "security", "round", "pushes", "workers", "relays", "last", "end", "commands",
@@ -29,11 +28,12 @@ ROWS = (
     "standby", "rejected", "traffic", "broker",
 )
 # fmt: on
-HEALTHS = (DEAD, "lost", "stalled", "slow", "", "ok")  # most urgent first, "" for any other
+HEALTHS = (DEAD, "lost", "stalled", "slow", "", "ok")  # most urgent first, "" for unknown ones
+_OF_LIVING = ("state", "inner_step", "steps_per_s")  # unknown for workers that are lost or dead
 
 
 class Row(NamedTuple):
-    """A label and what it says; never without parts."""
+    """A label and at least one part."""
 
     label: str
     parts: tuple[Part, ...]
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def rows_of(snapshot: Snapshot, display: str) -> list[Row]:
-    """The rows of a display that have something to say, in their order."""
+    """The rows of a display that are not empty, in the order of `ROWS`."""
     found: dict[str, list[Part]] = {label: [] for label in ROWS}
 
     def add(fields: tuple[Field, ...], record: object, heading: str = "") -> None:
@@ -65,33 +65,28 @@ def rows_of(snapshot: Snapshot, display: str) -> list[Row]:
 
 @dataclass(frozen=True)
 class Listed:
-    """A worker in a table, and what a display knows of it beside the feed."""
+    """A worker in a table, with the figures that a display computes."""
 
     worker: Worker
     inner_now: int | None = None  # an estimate of its inner steps, if the last report is old
     up: float | None = None  # bytes a second
     down: float | None = None
 
-    @property
-    def is_unheard(self) -> bool:
-        """What it does is unknown."""
-        return self.worker.health in UNHEARD
-
 
 def cells(listed: Listed, display: str) -> dict[str, Part]:
-    """What stands in each column of a display's table, by path."""
+    """The cells of a row of a display's table, by path."""
     return {field.path: cell(field, listed) for field in columns(display)}
 
 
 def cell(field: Field, listed: Listed) -> Part:
-    """What a table of workers shows in the column of this field."""
-    if field.path in _OF_LIVING and listed.is_unheard:
+    """The cell of a table of workers in the column of this field."""
+    if field.path in _OF_LIVING and listed.worker.health in UNHEARD:
         return Part(NONE)
     return field.part(listed) if field.say else Part(field.text(listed.worker))
 
 
 def sort_key(field: Field, listed: Listed) -> Any:
-    """What a table is sorted by in this column, None where that is unknown."""
+    """The sort key of a column; None if unknown."""
     worker = listed.worker
     if field.path == "health":
         return HEALTHS.index(worker.health) if worker.health in HEALTHS else len(HEALTHS) - 2
@@ -100,6 +95,3 @@ def sort_key(field: Field, listed: Listed) -> Any:
     if field.path == "inner_step":
         return (listed.inner_now or worker.inner_step) / (worker.sync_every or 1)
     return field.value(worker)
-
-
-_OF_LIVING = ("state", "inner_step", "steps_per_s")

@@ -1,4 +1,4 @@
-"""How a run is, in one word and why: one judgement for every display, metric and exit code. Pure."""
+"""The verdict on a run, with reasons: the same for every display, metric and exit code. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAMES = 5  # of workers in one sentence
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run is, with one sentence for each reason of any word but "healthy".
+    """The verdict, with one sentence for each reason.
 
-    `word` is "healthy"; "waiting" before the first round, as long as nothing is wrong; "ended" once
-    all workers have left as done; else "degraded".
+    `word` is "healthy"; "waiting" before the first round without a problem; "ended" once all workers
+    have left as done; else "degraded".
     """
 
     reasons: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Verdict:
 
     @property
     def healthy(self) -> bool:
-        """Nothing is wrong, and nothing has to happen before training goes on."""
+        """No problem, and training needs no intervention to continue."""
         return self.word in ("healthy", "ended")
 
 
@@ -33,7 +33,7 @@ def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:
     """The verdict on one snapshot.
 
     Args:
-        others: what is wrong besides, such as a silent broker. These reasons come first.
+        others: other problems, such as a silent broker; they come first.
     """
     reasons = [*others, *_of_the_broker(snapshot)]
     listed = snapshot.workers if _is_over(snapshot) else snapshot.listed
@@ -59,10 +59,11 @@ def _of_the_broker(snapshot: Snapshot) -> list[str]:
     if snapshot.state == "waiting":
         return [] if snapshot.ended else _waiting(snapshot)
     if alive < floor:
-        return [f"the run waits for workers: {alive} here, the round needs {floor}"]
+        return [f"the run waits for workers: {alive} present, the round needs {floor}"]
     due = snapshot.counts.due
-    if alive + _dead(snapshot) < due and _has_begun(snapshot) and not _is_over(snapshot):
-        return [f"{alive} of {due} workers are here"]
+    dead = sum(each.health == DEAD for each in snapshot.listed)
+    if alive + dead < due and _has_begun(snapshot) and not _is_over(snapshot):
+        return [f"{alive} of {due} workers are present"]
     return []
 
 
@@ -76,7 +77,10 @@ def _of_a_worker(worker: Worker) -> Iterator[str]:
 
 
 def _alike(snapshot: Snapshot) -> list[str]:
-    """One for each group of workers that sent the same. All name its first, which names another."""
+    """One sentence for each group of workers that sent identical updates.
+
+    In the feed all of a group name its first, which names another.
+    """
     groups: dict[str, set[str]] = {}
     for worker in snapshot.workers:
         if worker.same_as is not None:
@@ -86,19 +90,14 @@ def _alike(snapshot: Snapshot) -> list[str]:
 
 
 def identical_updates(ids: Sequence[str]) -> str:
-    """What is said of workers, two at least, that sent the same update."""
+    """The sentence for two or more workers that sent identical updates."""
     shown = list(ids) if len(ids) <= NAMES else [*ids[: NAMES - 1], f"{len(ids) - NAMES + 1} more"]
     names = f"{', '.join(shown[:-1])} and {shown[-1]}"
     return f"{names} sent identical updates; do they read the same data?"
 
 
-def _dead(snapshot: Snapshot) -> int:
-    """Workers that are named as dead."""
-    return sum(each.health == DEAD for each in snapshot.listed)
-
-
 def _is_over(snapshot: Snapshot) -> bool:
-    """No further version is needed, so a worker that is gone is not missing."""
+    """No further version is needed, so absent workers are not missing."""
     return snapshot.ended or (snapshot.end is not None and snapshot.end.is_over)
 
 
@@ -107,17 +106,14 @@ def _waiting(snapshot: Snapshot) -> list[str]:
 
 
 def _has_begun(snapshot: Snapshot) -> bool:
-    """A version was made. Before that, a dead worker is listed, and so a reason of its own."""
+    """Whether a version was made."""
     return any(part.version for part in snapshot.fragments)
 
 
 def _ending(snapshot: Snapshot) -> str:
-    """Counts are of this incarnation of the broker: after a restart it may have closed no round."""
+    """The reason of "ended". Totals are of this incarnation of the broker, and may be 0."""
     totals = snapshot.totals
-    is_async = snapshot.mode == "async"
-    made = (
-        plural(totals.contributions, "push", "pushes")
-        if is_async
-        else plural(totals.rounds, "round")
-    )
+    made = plural(totals.rounds, "round")
+    if snapshot.mode == "async":
+        made = plural(totals.contributions, "push", "pushes")
     return "all workers have left" + (f", after {made}" if made[0] != "0" else "")

@@ -12,11 +12,10 @@ import torch
 
 import diloco_tools.demo.train as demo_train
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core.members.dylu import sync_every
 from diloco_lab.evidence import training
 from diloco_lab.evidence.conduct import measure
 from diloco_lab.evidence.training import KEPT, LOST, DiLoCoRun, lost_in
-from diloco_lab.evidence.trial import MODELS, Trial, parameters
+from diloco_lab.evidence.trial import MODELS, Trial
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import batch_seed, load_text, training_batches
 from diloco_worker import DiLoCoClient
@@ -112,14 +111,6 @@ def test_dynamic_local_updates_are_those_of_a_loop_without_a_broker() -> None:
     close(trial, "paper")
 
 
-def test_steps_with_dylu_are_those_that_the_broker_works_out() -> None:
-    for base in (8, 10, 25, 100, 500):
-        trial = TINY.with_changes(workers=4, sync_every=base, speeds=SPEEDS, dylu=True)
-        by_id = {str(number): speed for number, speed in enumerate(SPEEDS)}
-        theirs = [sync_every(by_id, str(number), base, 1) for number in range(4)]
-        assert [trial.steps_between(number) for number in range(4)] == theirs
-
-
 def test_lost_contributions_are_left_out_of_the_mean() -> None:
     trial = TINY.with_changes(workers=4, drop=0.5, **options())
     lost = {number: lost_in(number, trial) for number in range(trial.rounds)}
@@ -130,14 +121,6 @@ def test_lost_contributions_are_left_out_of_the_mean() -> None:
     }
     close(trial, "nesterov", weights=weights)
     assert LOST / KEPT < 1e-8
-
-
-def test_of_a_round_never_everything_is_lost() -> None:
-    always = TINY.with_changes(workers=2, drop=1.0)
-    assert all(len(lost_in(number, always)) == 1 for number in range(50))
-    half = TINY.with_changes(workers=10, drop=0.5)
-    share = sum(len(lost_in(number, half)) for number in range(200)) / 2000
-    assert share == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +142,6 @@ def test_the_same_trial_gives_the_same_bits_and_another_seed_others(
     assert first.curve == again.curve
     assert all(torch.equal(first.parameters[n], again.parameters[n]) for n in first.parameters)
     assert DiLoCoRun(trial.with_changes(seed=1), text).go().curve != first.curve
-
-
-def test_asynchronous_run_makes_the_steps_of_rounds_in_less_virtual_time() -> None:
-    trial = TINY.with_changes(workers=4, speeds=SPEEDS, mode="async", every=1)
-    result = measure(trial)
-    assert result["pushes"] == 16 and result["staleness"] > 1
-    assert [steps for steps, *_ in result["curve"]] == [0, 2, 4, 6, 8]
-    assert result["curve"][-1][1] < trial.steps / min(SPEEDS) / 2
 
 
 def test_harm_is_done_and_withstood() -> None:
@@ -242,18 +217,3 @@ def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:
         schedule.step()
     for name, value in model.state_dict().items():
         assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-6)
-
-
-def test_one_worker_alone_is_one_replica() -> None:
-    alone = TINY.with_changes(arm="alone", workers=1, steps=3)
-    text = a_text(alone)
-    replica = alone.with_changes(arm="data-parallel")
-    one, other = (training.train_without_broker(each, text) for each in (alone, replica))
-    assert one.curve == other.curve
-    assert one.bytes_up == one.bytes_down == 0
-
-
-def test_parameters_are_counted() -> None:
-    for name, config in MODELS.items():
-        model = gpt.build_model(0, config)
-        assert sum(parameters(name)) == sum(each.numel() for each in model.parameters())

@@ -19,16 +19,6 @@ def test_pushes_come_as_the_speeds_have_them() -> None:
     assert [worker for _, worker in found[:8]] == [3, 3, 2, 3, 3, 2, 1, 3]
 
 
-def test_of_two_that_end_at_once_the_lower_number_goes_first() -> None:
-    found = [worker for _, worker in islice(virtual_order([1.0, 2.0, 1.0], [2, 2, 2]), 8)]
-    assert found == [1, 0, 1, 2, 1, 0, 1, 2]
-
-
-def test_own_numbers_of_steps_bring_all_to_one_pace() -> None:
-    found = list(islice(virtual_order([1.0, 2.0], [5, 10]), 4))
-    assert found == [(5.0, 0), (5.0, 1), (10.0, 0), (10.0, 1)]
-
-
 def passed_on(baton: Baton, workers: int) -> list[tuple[float, int, int]]:
     """Threads that take the baton until the run has ended: when, who, and steps made before."""
     found: list[tuple[float, int, int]] = []

@@ -50,7 +50,7 @@ connection.sendall(bytes({MOVED}))
 connection.shutdown(socket.SHUT_WR)
 print(connection.recv(100).decode(), connected)
 """
-# A packet to the hub and back: it answers that nobody listens at this port.
+# A packet to the hub and back: it answers that the port is closed.
 PING = """
 import socket
 end = socket.socket()
@@ -126,21 +126,11 @@ def test_lines_have_their_rates_and_count_what_they_carry() -> None:
         after = {name: made.carried(name) for name in made.members}
         up = {name: after[name].up - before[name].up for name in made.members}
         down = {name: after[name].down - before[name].down for name in made.members}
-        # Headers are a twentieth; what was sent again or goes the other way is a little.
+        # Headers are a twentieth; resent bytes and the other direction are few.
         assert MOVED < up["worker-1"] < 1.2 * MOVED
         assert MOVED < down[HUB] < 1.2 * MOVED
         assert max(up[HUB], down["worker-1"]) < 0.2 * MOVED
         assert max(up["worker-2"], down["worker-2"]) < 0.05 * MOVED
-
-
-def test_rates_change_while_connections_stay() -> None:
-    with a_network() as made:
-        move(made, "worker-1")
-        carried = made.carried("worker-1")
-        made.set_rates({HUB: 1e8, "worker-1": 5e7})
-        assert (rates(made, HUB), rates(made, "worker-1")) == ([10**8] * 2, [5 * 10**7] * 2)
-        assert made.carried("worker-1").up >= carried.up
-        assert move(made, "worker-1")[0] == MOVED
 
 
 def test_line_of_a_site_has_its_delay_and_counts_its_bytes(tmp_path: Path) -> None:
@@ -179,43 +169,6 @@ def test_nothing_of_it_is_in_the_machines_own_network_and_all_is_removed() -> No
     assert interfaces() == before
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_all_is_removed_whatever_ends_it(error: type[BaseException]) -> None:
-    def fail() -> None:
-        with a_network():
-            assert own_namespaces()
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert own_namespaces() == []
-
-
-def test_what_was_made_is_removed_where_the_next_step_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran = []
-
-    def pretend(command: tuple[str, ...], **_: object) -> subprocess.CompletedProcess[str]:
-        ran.append(" ".join(command))
-        if "tbf" in command:
-            said = "Error: Specified qdisc kind is unknown.\n"
-            raise subprocess.CalledProcessError(2, command, stderr=said)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr("diloco_lab.network.namespaces.why_not", lambda: "")
-    monkeypatch.setattr("diloco_lab.network.namespaces.remove_abandoned", lambda: None)
-    monkeypatch.setattr("diloco_lab.network.namespaces.subprocess.run", pretend)
-    with (
-        pytest.raises(NoNetwork, match="qdisc kind is unknown"),
-        network(one_switch(1)),
-    ):
-        pytest.fail("there is no such network")
-    name = f"diloco-net-{os.getpid()}"
-    removed = [f"ip netns delete {name}-{which}" for which in ("worker-1", "hub", "switch")]
-    assert ran[-3:] == removed
-
-
 def test_what_a_killed_process_has_left_is_removed_by_the_next() -> None:
     if reason := why_not():
         pytest.skip(reason)
@@ -240,18 +193,10 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next() -> None:
         assert len(own_namespaces()) == 3
 
 
-def test_who_may_not_make_one_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("diloco_lab.network.namespaces.os.geteuid", lambda: 1000)
-    monkeypatch.setattr("diloco_lab.network.namespaces.shutil.which", lambda _: "/sbin/ip")
-    assert why_not() == "making a network namespace takes root"
-    with pytest.raises(NoNetwork, match="takes root"), network(one_switch(1)):
-        pytest.fail("there is no such network")
-
-
 def test_a_missing_command_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with (
         pytest.raises(NoNetwork, match=r"command 'ip' is missing.*iproute2"),
         network(one_switch(1)),
     ):
-        pytest.fail("there is no such network")
+        pytest.fail("the network must not exist")

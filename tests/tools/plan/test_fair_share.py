@@ -15,7 +15,7 @@ AMOUNTS = st.integers(1, 50).map(float)
 
 
 class Line:
-    """A hub, and when what was sent through it came to its end, by name."""
+    """A hub, and when the amounts sent through it were complete, by name."""
 
     def __init__(self, rate: float) -> None:
         self.world = World()
@@ -49,22 +49,6 @@ def test_what_a_slow_flow_leaves_is_for_the_others() -> None:
     assert ends(10.0, [(2.0, 8.0), (9.0, 16.0), (9.0, 16.0)]) == pytest.approx([4.0, 4.0, 4.0])
 
 
-def test_a_flow_sends_one_after_the_other() -> None:
-    line = Line(10.0)
-    flow = line.hub.flow()
-    for number in range(3):
-        line.sends(flow, 20.0, number)
-    assert line.runs() == pytest.approx({0: 2.0, 1: 4.0, 2: 6.0})
-    assert flow.total == 60.0
-
-
-def test_weights_share_out_the_line() -> None:
-    line = Line(10.0)
-    line.sends(line.hub.flow(weight=4.0), 8.0, "heavy")
-    line.sends(line.hub.flow(weight=1.0), 8.0, "light")
-    assert line.runs() == pytest.approx({"heavy": 1.0, "light": 1.6})
-
-
 def test_flows_behind_one_line_share_that_first() -> None:
     line = Line(10.0)
     for name in ("a", "b"):
@@ -95,7 +79,3 @@ def test_500_flows_of_a_kind_cost_no_more_events_than_one() -> None:
         return line.world.events
 
     assert events(500) == events(1)
-
-
-def test_a_world_in_which_nothing_more_happens_says_so() -> None:
-    assert not World().run(lambda: False, 100)

@@ -101,18 +101,9 @@ def test_closed_formula_of_one_worker_says_the_same(up: float, fields: dict[str,
 
 
 def test_a_window_limits_what_a_long_line_carries() -> None:
-    """A push has 16 chunks under way at most, so a second there and back carries so many a second."""
+    """A push has at most 16 chunks in flight, so a round trip of a second carries 16 a second."""
     far = found(parameters=640 * CHUNK_ELEMENTS, broker_link=1e12, delays=(1.0,), is_whole=True)
     assert far.measured.exchange_s >= 640 / 16 * 2
-
-
-def test_fragments_hide_behind_training() -> None:
-    """A fragment takes 2.9 of the 25 steps up to the next one."""
-    streams = found(fragments=4, delay_steps=None, parameters=40 * CHUNK_ELEMENTS)
-    assert streams.measured.exchange_s > 10.0
-    assert streams.waits_s == pytest.approx(0.0, abs=1e-6)
-    assert streams.utilisation == pytest.approx(1.0)
-    assert streams.hidden == pytest.approx(1.0)
 
 
 def test_what_does_not_fit_behind_training_is_waited_for() -> None:
@@ -153,6 +144,6 @@ def test_work_takes_cpu_time_of_the_cores_that_there_are() -> None:
 
 def test_lines_on_which_no_connection_would_live_are_refused() -> None:
     """A chunk of a reply, 2 MiB, takes longer than the 30 s after which a worker begins again."""
-    with pytest.raises(UsageError, match="These lines are too slow"):
+    with pytest.raises(UsageError, match="too slow"):
         found(broker_link=0.06e6 * BYTE, reply_dtype="fp32")
     assert found(broker_link=0.08e6 * BYTE, reply_dtype="fp32").utilisation > 0

@@ -42,7 +42,7 @@ def main(
     Writes summary.json, log.jsonl and loss.png to the folder of results; a few
     minutes on two cores.
     """
-    # Only now: it takes seconds, which --help has not.
+    # Imported here: it takes seconds, which --help does not need.
     import torch
 
     from diloco_tools.demo.data import DataError
@@ -62,7 +62,7 @@ def main(
         )
 
     end_like_an_error_on_signals()
-    # What the observer has to say about its connection goes to a file, not between the bars.
+    # The observer's log lines go to a file, not between the progress bars.
     logging.basicConfig(filename=out / "demo.log", filemode="w", force=True)
     torch.set_num_threads(1)
     shown = console()
@@ -83,7 +83,7 @@ def write(summary: Record, out: Path, shown: Console) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     shown.print()
     shown.print(table(summary))
-    # A terminal would break these in the middle of a number.
+    # A terminal may wrap these lines; a file keeps them whole.
     for sentence in (traffic(summary), summary["bytes"]["data_parallel_formula"]):
         shown.print(sentence, soft_wrap=not shown.is_terminal)
     written = "summary.json, log.jsonl"

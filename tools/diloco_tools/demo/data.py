@@ -1,8 +1,8 @@
-"""Real text for the demo: files, split by file into a held-out part and one shard for each worker.
+"""Text for the demo, split by file into a held-out part and one shard for each worker.
 
-By default the text is the source code of Python's own standard library, which every machine that can
-run the demo already has. The split depends on the files and the number of shards alone, never on the
-seed of a run, so every process of a demo finds the same one by itself.
+By default it is the source code of Python's standard library, which every machine has. The split depends
+only on the files and the number of shards, not on the seed, so all processes of a demo compute the
+same one independently.
 """
 
 import math
@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Not written by hand for people to read (tables, generated help), not always installed (tests, IDLE),
-# or not the standard library at all.
+# Generated text (tables, help), parts that are not always installed (tests, IDLE), other packages.
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data"}
     | {"ensurepip", "site-packages", "test", "tests", "turtledemo"}
@@ -26,11 +25,11 @@ HELD_OUT = 0.05  # of all bytes
 LARGEST_DOCUMENT = 1 / 30  # of all bytes: longer files are cut, so one file can be split too
 MOST_BYTES = 64 << 20  # 64 MiB: every process of the demo holds its own copy of the text
 VALIDATION_WINDOWS = 512  # of the held-out text: every validation in a demo uses the same ones
-FEWEST_WINDOWS = 8  # a part with fewer is too small to learn from or to judge by
+FEWEST_WINDOWS = 8  # of each part
 
 
 class DataError(Exception):
-    """The text cannot be used; the message is one sentence that says what to do."""
+    """The text cannot be used; the message is one sentence with the remedy."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Text:
-    """What is trained on, (bytes,) uint8 for each worker, and the windows that judge, with targets."""
+    """The training text of each worker, (bytes,) uint8, and validation windows with their targets."""
 
     shards: tuple[Tensor, ...]
     validation: tuple[Tensor, Tensor]
@@ -50,7 +49,7 @@ class Text:
 def load_text(
     path: Path | None, shards: int, context: int, windows: int = VALIDATION_WINDOWS
 ) -> Text:
-    """The text under `path`, in this number of shards; DataError if there is too little of it."""
+    """The text under `path`, in this number of shards; DataError if it is too short."""
     held_out, parts = split_documents(read_documents(path), shards)
     texts = [
         as_tensor(part, context, f"shard {number} of {shards}") for number, part in enumerate(parts)
@@ -60,17 +59,17 @@ def load_text(
 
 
 def read_documents(path: Path | None = None) -> list[Document]:
-    """The text to train on, in an order that is the same on every call.
+    """The text to train on, in the same order on every call.
 
-    `path` is a file, a folder (every file in it that is text, hidden ones excepted) or None for the
-    standard library. At most 64 MiB are read. Raises DataError when nothing can be used.
+    `path` is a file, a folder (all text files in it except hidden ones) or None for the standard
+    library. At most 64 MiB are read. Raises DataError if no text was found.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _files_in(root, SKIPPED_FOLDERS) if file.suffix == ".py"]
         if not files:
             raise DataError(
-                f"no source files of the standard library are under {root}; "
+                f"no source files of the standard library in {root}; "
                 "name a text file or a folder with --data"
             )
     elif path.is_file():
@@ -104,7 +103,7 @@ def _files_in(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     """The files under `root`, without hidden ones and without the `skipped` folders."""
     found: list[Path] = []
     for folder, folders, files in os.walk(root):
-        # os.walk goes on with what is left in this list.
+        # os.walk descends only into the folders that remain in this list.
         folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
         found += [Path(folder, name) for name in files if name[0] != "."]
     return [file for file in found if file.is_file()]  # no pipes, no links to nowhere
@@ -113,13 +112,13 @@ def _files_in(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
 def split_documents(
     documents: Sequence[Document], shards: int
 ) -> tuple[list[Document], list[list[Document]]]:
-    """Hold out 5% of the bytes and deal the rest to `shards` shards of about equal size, by document.
+    """Hold out 5% of the bytes and distribute the rest over shards of about equal size, by document.
 
-    No document is in two parts, and what is held out does not depend on the number of shards. What
-    is longer than 1/30 of all bytes is first cut in contiguous pieces.
+    No document is in two parts, and the held-out part does not depend on the number of shards. Documents
+    longer than 1/30 of all bytes are first cut into contiguous pieces.
     """
     if shards < 1:
-        raise DataError(f"{shards} shards make no sense; ask for at least one")
+        raise DataError(f"the number of shards must be positive, got {shards}")
     total = sum(len(document.text) for document in documents)
     pieces = _cut(documents, math.ceil(LARGEST_DOCUMENT * total))
     random.Random(0).shuffle(pieces)
@@ -152,7 +151,7 @@ def _cut(documents: Sequence[Document], longest: int) -> list[Document]:
 
 
 def as_tensor(documents: Sequence[Document], context: int, what: str) -> Tensor:
-    """The documents one after the other as (bytes,) uint8; DataError if there is too little of it."""
+    """The documents concatenated as (bytes,) uint8; DataError if they are too short."""
     text = b"".join(document.text for document in documents)
     needed = FEWEST_WINDOWS * (context + 1)
     if len(text) < needed:
@@ -183,5 +182,5 @@ def validation_windows(text: Tensor, windows: int, context: int) -> tuple[Tensor
 
 
 def batch_seed(seed: int, shard: int) -> int:
-    """Seed for one worker's batches: different for every worker and every seed of a run."""
+    """The seed of one worker's batches, distinct for each worker and each seed of a run."""
     return 1000 * seed + shard

@@ -5,11 +5,11 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-PLAIN_EVERY = 5.0  # seconds between lines where there is no terminal
+PLAIN_EVERY = 5.0  # seconds between lines if the output is not a terminal
 
 
 class Display:
-    """A context manager; `show` may be called as often as one likes."""
+    """A context manager; `show` may be called at any rate."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -30,7 +30,7 @@ class Display:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._progress.disable:  # some versions of Rich print an empty line then
+        if not self._progress.disable:  # some versions of Rich print an empty line otherwise
             self._progress.stop()
 
     def say(self, text: str) -> None:
@@ -39,7 +39,7 @@ class Display:
         self._lines.clear()
 
     def show(self, name: str, done: int, total: int, figures: str) -> None:
-        """How far `name` is, and its latest figures in a few words."""
+        """Show the progress of `name` and its latest figures."""
         if self._progress.disable:
             self._lines[name] = f"{name} {done}/{total} {figures}"
             if time.monotonic() - self._last_line >= PLAIN_EVERY:

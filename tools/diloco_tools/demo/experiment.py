@@ -1,9 +1,9 @@
 """One demo from start to end: a broker and its workers, then two single workers, then the curves.
 
-The single workers are the baselines and train at the same time: one with the steps of a DiLoCo worker,
-one with as many tokens as all DiLoCo workers together. An observer pulls the global model while the
-DiLoCo workers train. What it pulled is evaluated once the shorter baseline is done and a core is free,
-so that it slows no training.
+The single workers are the baselines and train at the same time: one for the steps of a DiLoCo worker,
+one on as many tokens as all DiLoCo workers together. An observer pulls the global model while the
+DiLoCo workers train. It is evaluated after the shorter baseline, when a core is free, so as not to
+slow the training.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from diloco_worker import DiLoCoClient
 EVALUATIONS = 12  # points of each curve, about
 BROKER_START = 120.0  # seconds: a cold disk reads torch slowly
 PULL_TIMEOUT = 20.0  # seconds that the observer waits for the broker
-TURN = 0.2  # seconds between two looks at the children
-SAME_STEPS, SAME_TOKENS = "same-steps", "same-tokens"  # the baselines, as the display names them
-
+TURN = 0.2  # seconds between two polls of the children
+SAME_STEPS, SAME_TOKENS = "same-steps", "same-tokens"  # names of the baselines
 
 OF_BROKER = ("workers", "sync_every", "outer_lr", "outer_momentum", "wire_dtype", "reply_dtype")
 OF_TRAINING = ("steps", "batch", "context", "schedule", "seed", "data")
 
 
 def options(settings: Settings, names: Iterable[str]) -> list[str]:
-    """These settings as options of a command; those that are None are left out."""
+    """These settings as options of a command, without those that are None."""
     given = ((f"--{name.replace('_', '-')}", getattr(settings, name)) for name in names)
     return [word for option, value in given if value is not None for word in (option, str(value))]
 
@@ -54,7 +53,7 @@ def broker_command(settings: Settings) -> list[str]:
 
 
 def worker_options(settings: Settings, server: str, shard: int) -> list[str]:
-    """Of the training script, for a DiLoCo worker on its own shard of the text."""
+    """Options of the training script for a DiLoCo worker on its own shard of the text."""
     return [
         *("--lr", str(settings.lr), "--server", server, "--worker-id", f"worker-{shard}"),
         *("--shard", str(shard), "--shards", str(settings.workers)),
@@ -62,22 +61,21 @@ def worker_options(settings: Settings, server: str, shard: int) -> list[str]:
 
 
 def single_options(settings: Settings) -> list[str]:
-    """Of the same script without a server, on all of the text that the workers share."""
+    """Options of the same script without a server, on the text of all workers."""
     every = max(1, settings.steps // EVALUATIONS)
     return ["--lr", str(settings.single_lr), "--eval-every", str(every)]
 
 
 def same_tokens_options(settings: Settings) -> list[str]:
-    """Of a single worker that sees as many tokens as all DiLoCo workers, in the same number of steps.
+    """Options for a single worker on as many tokens as all DiLoCo workers, in the same number of steps.
 
-    Its batch is that of all workers together, so it computes what data-parallel training of these
-    workers would compute.
+    Its batch is that of all workers together, so it computes the same as data-parallel training.
     """
     return [*single_options(settings), "--batch", str(settings.workers * settings.batch)]
 
 
 def rounds_to_pull(rounds: int) -> list[int]:
-    """Rounds after which the global model is looked at: evenly spread, the last one included.
+    """Rounds after which the global model is pulled: evenly spaced, including the last.
 
     >>> rounds_to_pull(30)
     [2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27, 30]
@@ -87,11 +85,11 @@ def rounds_to_pull(rounds: int) -> list[int]:
 
 
 class Trainee:
-    """A training process, started at once, and what it has written so far."""
+    """A training process, started at once, and the records it has written so far."""
 
     def __init__(self, children: Children, settings: Settings, name: str, own: list[str]) -> None:
         log = children.folder / f"{name}.jsonl"
-        log.unlink(missing_ok=True)  # what an earlier run left behind would be read as its own
+        log.unlink(missing_ok=True)  # of an earlier run
         script = [sys.executable, "-m", "diloco_tools.demo.train", "--log", str(log)]
         self.child = children.start(name, [*script, *options(settings, OF_TRAINING), *own])
         self.step = 0
@@ -106,8 +104,8 @@ class Trainee:
         return self.done is None or self.child.running
 
     def look(self, merged: TextIO) -> None:
-        """Take in its new records, copy them to `merged`; ChildFailed if it ended too early."""
-        running = self.child.running  # asked before reading, so that the last record is not missed
+        """Read its new records and copy them to `merged`; ChildFailed if it ended too early."""
+        running = self.child.running  # before reading, so that the last record is not missed
         for record in self._lines.new():
             merged.write(json.dumps({"who": self.child.name, **record}) + "\n")
             self.step = record["step"]
@@ -150,8 +148,7 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
     ):
         workers, pulled = train_diloco(settings, children, merged, display)
         display.say(
-            "the same script without a broker: one worker with the same steps, and one with the same "
-            "tokens"
+            "the same script without a broker: one worker for the same steps, and one on the same tokens"
         )
         single = Trainee(children, settings, SAME_STEPS, single_options(settings))
         same_tokens = Trainee(children, settings, SAME_TOKENS, same_tokens_options(settings))
@@ -191,7 +188,7 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
 def train_diloco(
     settings: Settings, children: Children, merged: TextIO, display: Display
 ) -> tuple[list[Trainee], list[tuple[int, dict[str, Tensor]]]]:
-    """Broker and workers from start to end: the workers, and the global model after some rounds."""
+    """Run broker and workers to the end; returns the workers, and the global model after some rounds."""
     broker = children.start("broker", broker_command(settings))
     server = wait_for_line(broker, "control", BROKER_START)
     feed = wait_for_line(broker, "feed", BROKER_START)
@@ -221,7 +218,7 @@ def train_diloco(
                 except DilocoError as error:
                     if broker.running:
                         raise
-                    raise broker.failure() from error  # it says so and shows its log
+                    raise broker.failure() from error  # with the end of its log
                 pulled.append((now.version.counter, now.tensors))
                 due = [number for number in due if number > now.version.counter]
             time.sleep(TURN)

@@ -1,11 +1,11 @@
 """A byte-level GPT, small enough to learn something in a minute on one CPU core, and its training.
 
 Pre-norm blocks of causal self-attention and a GELU MLP (Radford et al. 2019, GPT-2), RMSNorm without
-a gain, no biases, learned positions, the embedding tied to the output head. Bytes are the vocabulary,
-so there is no tokenizer and any text will do.
+a gain, no biases, learned positions, the embedding tied to the output head. The vocabulary is bytes, so
+it needs no tokenizer.
 
-The single worker and every DiLoCo worker are trained by one `Recipe`, so that the only difference
-between them is the synchronisation (and the learning rate, which is tuned for each of the two).
+The single worker and every DiLoCo worker are trained by one `Recipe`: they differ only in
+synchronisation (and in the learning rate, which is tuned for each of the two).
 """
 
 import math
@@ -76,8 +76,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
-        # Each block adds twice to the residual stream: scale those outputs so that its size at
-        # the start does not depend on the depth (GPT-2).
+        # Each block adds twice to the residual stream: scale these outputs so that its initial
+        # magnitude does not depend on the depth (GPT-2).
         for block in self.blocks:
             assert isinstance(block, Block)
             for layer in (block.out, block.down):
@@ -117,7 +117,7 @@ def validation_loss(model: GPT, tokens: Tensor, targets: Tensor, batch: int = 64
 
 @dataclass(frozen=True)
 class Recipe:
-    """How each worker trains."""
+    """The training of each worker."""
 
     steps: int
     batch: int
@@ -137,7 +137,7 @@ def learning_rate_factor(recipe: Recipe, step: int) -> float:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
-    """AdamW as it is usually set for small language models with small batches."""
+    """AdamW with the usual settings for small language models and small batches."""
     return AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.1)
 
 

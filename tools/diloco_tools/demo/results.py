@@ -1,4 +1,4 @@
-"""What the demo found: the summary that is written, and the table that is printed."""
+"""The results of a demo: the summary in its file, and the printed table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,14 +23,14 @@ def summary(
     same_tokens: Record,
     same_tokens_curve: Sequence[Record],
 ) -> dict[str, Any]:
-    """What goes into summary.json; KeyError if a figure is missing.
+    """The contents of summary.json; KeyError if a figure is missing.
 
     Args:
-        parameters: trainable ones of the model.
-        workers, single, same_tokens: the last record of each log. `single` has trained for the steps
-            of one DiLoCo worker, `same_tokens` on as many tokens as all of them together.
-        diloco_curve, single_curve, same_tokens_curve: of the global model and of each baseline,
-            `val_loss` in nats per byte after `step` inner steps of each worker.
+        parameters: trainable parameters of the model.
+        workers, single, same_tokens: the last record of each log. `single` trained for the steps of one
+            DiLoCo worker, `same_tokens` on as many tokens as all of them together.
+        diloco_curve, single_curve, same_tokens_curve: for the global model and each baseline `val_loss`
+            in nats per byte after `step` inner steps of each worker.
     """
     synced = [worker["sync_metrics"] for worker in workers]
     data_parallel, formula = data_parallel_bytes(settings, parameters)
@@ -74,10 +74,10 @@ def summary(
 
 
 def data_parallel_bytes(settings: Settings, parameters: int) -> tuple[int, str]:
-    """Bytes that data-parallel training would have sent, and the formula with its figures.
+    """Bytes that data-parallel training would send, and the formula with its figures.
 
-    Gradients up, parameters down, at every step: steps x workers x trainable parameters x (up + down
-    bytes for each at our wire dtypes).
+    Gradients up and parameters down at every step: steps x workers x trainable parameters x (bytes per
+    parameter up + down in our wire dtypes).
     """
     up, down = (SIZES[name].element for name in (settings.wire_dtype, settings.reply_dtype))
     count = round(settings.steps * settings.workers * parameters * (up + down))
@@ -89,16 +89,16 @@ def data_parallel_bytes(settings: Settings, parameters: int) -> tuple[int, str]:
 
 
 def few_bits_bytes(settings: Settings, parameters: int) -> int:
-    """Bytes that the same rounds would have sent with int4z both ways: computed, not measured.
+    """Bytes that the same rounds would send with int4z both ways: computed, not measured.
 
-    Each worker takes the first version whole, in fp32; then about 2.2 bits a parameter up and down.
+    Each worker receives the complete first version in fp32, then about 2.2 bits a parameter up and down.
     """
     a_round = 2 * SIZES["int4z"].element * parameters
     return round(settings.workers * (4 * parameters + settings.rounds * a_round))
 
 
 def table(found: Record) -> Table:
-    """The small table that ends the demo, of its summary."""
+    """The table of a summary, printed at the end of the demo."""
     single, same_tokens, diloco = found["single"], found["same_tokens"], found["diloco"]
     sent, runs = found["bytes"], (single, same_tokens, diloco)
     shown = Table(title=f"{found['parameters']:,} parameters, {diloco['steps']} steps each")
@@ -119,7 +119,7 @@ def table(found: Record) -> Table:
 
 
 def traffic(found: Record) -> str:
-    """How much data-parallel training would have sent, and how many times what DiLoCo sent that is."""
+    """The bytes of data-parallel training, absolute and relative to DiLoCo's."""
     sent, workers = found["bytes"], found["diloco"]["workers"]
     moved = sent["up"] + sent["down"]
     ratio = (
@@ -132,7 +132,7 @@ def traffic(found: Record) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes for people, in units of 10^6.
+    """A number of bytes in units of 10^6.
 
     >>> megabytes(1_234_567)
     '1.2 MB'

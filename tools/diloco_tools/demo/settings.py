@@ -1,4 +1,4 @@
-"""What decides how a demo goes."""
+"""The settings of a demo."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from diloco_tools.options import option
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides how a demo goes, apart from the text itself."""
+    """All settings of a demo; with the text they determine the result."""
 
     steps: int = option(1500, "Inner steps of each worker, and of the single workers.")
     workers: int = option(2, "DiLoCo workers.")
-    seed: int = option(0, "Decides parameters and batches.")
+    seed: int = option(0, "Seed of parameters and batches.")
     sync_every: int = option(50, "H: inner steps between two rounds; divides the steps.")
     batch: int = option(8, "Windows in each inner step.")
     context: int = option(64, "Bytes in each window.")
@@ -25,10 +25,10 @@ class Settings:
     data: str | None = None
 
     def complaint(self) -> str | None:
-        """One sentence about the first setting that cannot work, or None."""
+        """One sentence about the first invalid setting, or None."""
         for name in ("steps", "workers", "sync_every", "batch", "context"):
             if getattr(self, name) < 1:
-                return f"--{name.replace('_', '-')} is {getattr(self, name)} but must be at least 1"
+                return f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}"
         if self.steps % self.sync_every:
             return (
                 f"--steps {self.steps} is not a multiple of --sync-every {self.sync_every}: the last "

@@ -1,9 +1,9 @@
-"""Train a small GPT on text: a script as anybody might have one, plus the lines that make it DiLoCo.
+"""Train a small GPT on text: an ordinary training script, plus the lines that attach DiLoCo.
 
     python -m diloco_tools.demo.train --log alone.jsonl                              # trains alone
     python -m diloco_tools.demo.train --log a.jsonl --server tcp://127.0.0.1:8512    # one DiLoCo worker
 
-Without a server the hook does nothing, so the very same script is the single-worker baseline.
+Without a server the hook does nothing, so the same script trains the single-worker baseline.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def train(arguments: argparse.Namespace) -> None:
     )
     shard, shards = arguments.shard, arguments.shards
     if not 0 <= shard < shards:
-        raise DataError(f"there is no shard {shard} of {shards}; count from 0 to {shards - 1}")
+        raise DataError(f"--shard must be between 0 and {shards - 1}, got {shard}")
     text = load_text(arguments.data, shards, recipe.context)
     seed = batch_seed(arguments.seed, shard)
     batches = training_batches(text.shards[shard], recipe.batch, recipe.context, seed)

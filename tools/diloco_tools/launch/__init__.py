@@ -1,1 +1,1 @@
-"""`diloco-launch`: a run on this machine, or on a cluster by files of its engine."""
+"""`diloco-launch`: runs on this machine, on Slurm and on Kubernetes."""

@@ -1,4 +1,4 @@
-"""`python -m diloco_tools.launch`: what `diloco-launch` starts."""
+"""`python -m diloco_tools.launch` is `diloco-launch`."""
 
 from diloco_tools.launch.cli import app
 

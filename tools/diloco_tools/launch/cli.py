@@ -1,4 +1,4 @@
-"""`diloco-launch`: where a run is started."""
+"""`diloco-launch`: one command for each place where a run can start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diloco_tools.launch.local.cli import local
 from diloco_tools.launch.slurm.cli import app as slurm
 
 app = App(no_args_is_help=True)
-# What follows the name of the script belongs to it, with or without -- in front.
+# Options after the name of the script belong to the script, with or without -- before it.
 app.command("local", context_settings={"allow_interspersed_args": False})(local)
 app.add_typer(slurm, name="slurm")
 app.command("kubernetes")(kubernetes)
@@ -16,4 +16,4 @@ app.command("kubernetes")(kubernetes)
 
 @app.callback()
 def main() -> None:
-    """Start a run: on this machine, or on the cluster that you have."""
+    """Start a run on this machine or on a cluster."""

@@ -10,32 +10,36 @@ from pathlib import Path
 
 from diloco_protocol.errors import UsageError
 
-# Seconds that any of them may take.
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0  # of each program
 OPERATOR, MONITOR = "launcher", "display"
 COMMAND = "diloco-launch"
+BROKER = (sys.executable, "-m", "diloco_broker")
 
 
-def output_of(words: Sequence[str], *, cwd: Path | None = None) -> str:
-    """What a program prints.
-
-    Raises:
-        UsageError: it is not there, fails, or takes too long; with what it says.
-    """
+def _run(words: Sequence[str], cwd: Path | None) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(
+        return subprocess.run(
             words,
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except OSError as error:
         raise UsageError(f"{words[0]} cannot be started: {error.strerror}.") from None
     except subprocess.TimeoutExpired:
-        raise UsageError(f"{words[0]} has not answered within {PATIENCE_S:g} s.") from None
+        raise UsageError(f"{words[0]} did not finish within {TIMEOUT_S:g} s.") from None
+
+
+def output_of(words: Sequence[str], *, cwd: Path | None = None) -> str:
+    """Run a program and return what it prints.
+
+    Raises:
+        UsageError: it is missing, fails, or times out; with its last line.
+    """
+    done = _run(words, cwd)
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise UsageError(f"{words[0]} failed: {''.join(said) or f'code {done.returncode}'}")
@@ -43,22 +47,19 @@ def output_of(words: Sequence[str], *, cwd: Path | None = None) -> str:
 
 
 def make_keys(folder: Path, workers: Sequence[str]) -> None:
-    """Keys of a broker, an operator, a monitor, and of these workers; what is there stays.
+    """Make the missing keys of a broker, an operator, a monitor, and these workers.
 
-    They are written to files of mode 0600 and stand on no command line.
+    They are written to files of mode 0600 and never appear on a command line.
 
     Raises UsageError.
     """
+    keygen = (*BROKER, "keygen", str(folder))
     if not (folder / "broker.key").exists():
-        _keygen(folder, "--operator", OPERATOR, "--monitor", MONITOR)
+        output_of([*keygen, "--operator", OPERATOR, "--monitor", MONITOR])
     made = folder / "clients"
     missing = [name for name in workers if not (made / f"worker-{name}.key").exists()]
     if missing:
-        _keygen(folder, *missing)
-
-
-def _keygen(folder: Path, *words: str) -> None:
-    output_of([sys.executable, "-m", "diloco_broker", "keygen", str(folder), *words])
+        output_of([*keygen, *missing])
 
 
 def serve_words(text: str) -> tuple[str, ...]:
@@ -66,26 +67,17 @@ def serve_words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"--serve {text!r:.80} cannot be read: {error}.") from None
+        raise UsageError(f"--serve {text!r:.80} cannot be parsed: {error}.") from None
 
 
 def check_serve_options(options: Sequence[str], cwd: Path) -> None:
-    """Raise UsageError with the sentence of `diloco-broker serve` for options that it would refuse."""
+    """Raise UsageError, with the message of `diloco-broker serve`, if it rejects these options."""
     if "--fresh" in options:
         raise UsageError(
-            "--fresh is not for a broker that is restarted: each restart would begin a new run. Use "
-            "another folder for the new run."
+            "--fresh does not work with a broker that is restarted: each restart would begin a new run. "
+            "Use another folder for the new run."
         )
-    words = [sys.executable, "-m", "diloco_broker", "serve", *options, "--check"]
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    done = _run([*BROKER, "serve", *options, "--check"], cwd)
     if done.returncode != 0:
         said = "".join(done.stderr.splitlines()[-1:]).removeprefix("Error: ")
-        raise UsageError(f"The broker would not start: {said}")
+        raise UsageError(f"diloco-broker serve rejects these options: {said}")

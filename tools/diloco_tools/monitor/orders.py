@@ -1,7 +1,4 @@
-"""What a display may ask of the broker: when not, and the question before it, with consequences. Pure.
-
-`diloco-top` and the dashboard offer the same.
-"""
+"""The commands that `diloco-top` and the dashboard offer, with the question before each. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +13,21 @@ from diloco_protocol.quantities import plural, setting
 
 @dataclass(frozen=True)
 class Order:
-    """One action with its arguments. Without a `title` it is sent at once."""
+    """One command with its arguments. Without a `title` it is sent without a question."""
 
     action: str
     label: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    off: str = ""  # why it cannot be asked for
+    off: str = ""  # why it is disabled
     title: str = ""
     text: str = ""
-    typed: str = ""  # a word that has to be typed first
-    setting: str = ""  # an argument of which a new value has to be typed, a number above 0
-    now: str = ""  # the value that holds
+    typed: str = ""  # text that the user must type to confirm
+    setting: str = ""  # an argument whose new value the user must type, a number above 0
+    now: str = ""  # the current value
 
 
 def orders(snapshot: Snapshot | None) -> dict[str, Order]:
-    """What may be asked with this as the newest snapshot, by name."""
+    """The commands by name, with this as the newest snapshot."""
     stopping = unsaved = own = ""
     lr = momentum = wanted = None
     if snapshot is not None:
@@ -39,7 +36,7 @@ def orders(snapshot: Snapshot | None) -> dict[str, Order]:
         unsaved = "" if snapshot.run else "There is nothing to save yet."
         if snapshot.checkpoint is None:
             unsaved = "The broker has no save folder; start it with --save-dir DIR."
-        own = f"The {snapshot.outer.optimizer} optimizer's settings are its own and cannot be set here."
+        own = f"The settings of the {snapshot.outer.optimizer} optimizer cannot be changed."
     pause = Order("pause", "Pause", off=stopping, title="Pause the run?", text=PAUSE)
     if snapshot is not None and snapshot.state == "paused":
         pause = Order("resume", "Resume", off=stopping)
@@ -62,38 +59,37 @@ def orders(snapshot: Snapshot | None) -> dict[str, Order]:
     }
 
 
-APPLIES = "It applies to the whole run, from the next outer step on."
-WANTED = "Round one waits for this many. No worker is removed."
+APPLIES = "A change applies to the whole run, from the next outer step on."
+WANTED = "Round one waits for this many workers. No worker is removed."
 PAUSE = (
-    "No further round closes, except one that is closing already: workers train to their next boundary "
-    "and wait there until the run is resumed. Nothing is lost."
+    "No further round closes, except one that is closing already. Workers train to their next boundary "
+    "and wait there until the run is resumed. No work is lost."
 )
 
 
 def _set(name: str, title: str, value: float | None, text: str, off: str = "") -> Order:
     now = setting(value)
-    return Order("set", title, {}, off, title, f"It is {now} now. {text}", setting=name, now=now)
+    return Order("set", title, {}, off, title, f"Currently {now}. {text}", setting=name, now=now)
 
 
 def kick(worker: Worker, snapshot: Snapshot) -> Order:
-    """Removing a worker: what happens to its work, to it, and to the round."""
+    """The removal of a worker, with the consequences."""
     title = f"Kick {worker.id}" + (f" on {worker.host}?" if worker.host else "?")
-    return Order(
-        "kick", "Kick", {"worker": worker.id}, title=title, text=_of_kick(worker, snapshot)
-    )
+    text = _of_kick(worker, snapshot)
+    return Order("kick", "Kick", {"worker": worker.id}, title=title, text=text)
 
 
 def _of_kick(worker: Worker, snapshot: Snapshot) -> str:
     if worker.health == DEAD:
-        return "It is dead. The run no longer waits for it, and it leaves the table."
+        return "The worker is dead. The run stops waiting for it, and it leaves the table."
     said = (
-        "The round no longer waits for it. It is notified; it trains on alone or stops, and does not "
-        "come back by itself. "
+        "The round stops waiting for this worker. It is notified, and continues alone or stops; it does "
+        "not rejoin by itself. "
     )
     if worker.inner_step > 0:
-        said += f"Its {worker.inner_step} steps since its last push are lost to the run. "
+        said += f"Its {worker.inner_step} steps since its last push are lost. "
     left = max(0, snapshot.counts.alive - (worker.health != "lost"))
-    said += f"{plural(left, 'worker')} {'is' if left == 1 else 'are'} left."
+    said += f"{plural(left, 'worker')} {'remains' if left == 1 else 'remain'}."
     floor = snapshot.round.floor if snapshot.round else 0
     if snapshot.mode != "async" and left < max(1, floor):
         needs = f" The round needs {floor}: the run will wait for workers to join."
@@ -102,7 +98,6 @@ def _of_kick(worker: Worker, snapshot: Snapshot) -> str:
 
 
 def _of_shutdown(snapshot: Snapshot | None) -> str:
-    """What is kept, and what the workers do."""
     saved = snapshot.checkpoint if snapshot else None
     saves = "saves if it has a save folder"
     if saved is not None:
@@ -110,16 +105,16 @@ def _of_shutdown(snapshot: Snapshot | None) -> str:
     elif snapshot is not None and "checkpoint" in snapshot.raw:
         saves = "saves NOTHING (it has no save folder)"
     return (
-        f"A closing round is finished; an open one is abandoned. The broker {saves}, notifies its "
-        "workers that the run is over, and exits. To restart it soon: "
+        f"A closing round is completed; an open one is abandoned. The broker {saves}, notifies its "
+        "workers that the run is over, and exits. To restart the broker instead: "
         "diloco-broker shutdown --restarting"
     )
 
 
 def wrong(order: Order, typed: str) -> str:
-    """What is wrong with what was typed; nothing if the order may be sent."""
+    """The error in the typed text; empty if the command may be sent."""
     if order.typed:
-        return "" if typed == order.typed else f"That is not {order.typed}: nothing was sent."
+        return "" if typed == order.typed else f"The text is not {order.typed}; not sent."
     try:
         is_value = 0 < float(typed) < float("inf")
     except ValueError:

@@ -1,1 +1,1 @@
-"""diloco-plan: will my link do? Rounds over lines that are simulated, by the product's own rules."""
+"""diloco-plan: is my link fast enough? Simulates rounds over given links with our own rules."""

@@ -1,12 +1,13 @@
-"""What a simulated run comes to: how much of the time is training, and what the broker needs for it.
+"""The answer: the share of time in training, and the load of the broker.
 
-Time, waiting and CPU are simulated. Memory and what failures cost are arithmetic: failures would have to
-be simulated for days to be seen often enough, and what follows from one is plain.
+Time, waiting and CPU are simulated. Memory and the cost of failures are computed: failures are rare, so
+that they would take days of simulated time, and the effect of one is simple.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from diloco_protocol.dtypes import SIZES, whole_dtype
 from diloco_tools.plan.question import USABLE, Question
@@ -14,21 +15,21 @@ from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.simulated.run import Measured, simulate
 
 DAY_S = 86400.0
-# Bytes of the broker: parameters, momentum and accumulator in fp32, the shadow of what workers hold, the
-# interpreter with torch, and what each worker takes (docs/deploying.md).
+# Bytes of the broker: parameters, momentum and accumulator in fp32, the copy of the workers' replicas,
+# the interpreter with torch, and each worker (docs/deploying.md).
 STATE, SHADOW, PROCESS, A_WORKER = 12, 4, 500e6, 5e6
-STAGING_SLOTS = 2  # asynchronous submissions under way at a time, by default
+STAGING_SLOTS = 2  # asynchronous submissions in progress at a time, by default
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures cost, of one worker that has one every `every_s` seconds.
+    """The cost of failures, if each worker has one every `every_s` seconds.
 
     Attributes:
-        lost_s: its own time for each: half a cycle of steps that nobody has, until it is started again,
-            and until it has the parameters.
-        others_wait_s: what each other worker waits for it, where nobody tells the broker.
-        utilisation: with all of that.
+        lost_s: time lost by the worker itself per failure: half a cycle of lost steps, the restart, and
+            the download of the parameters.
+        others_wait_s: time that each other worker waits if the broker does not notice the failure.
+        utilisation: including both.
     """
 
     every_s: float
@@ -39,11 +40,11 @@ class Failures:
 
 @dataclass(frozen=True)
 class Answer:
-    """See the head of this module. Bytes and CPU are of a cycle of H steps of all workers.
+    """Bytes and CPU are those of all workers in a cycle of H steps.
 
     Attributes:
-        measured: the simulated run; with relays, what goes between these and the hub.
-        site: with relays, what goes between one and its workers.
+        measured: the simulated run; with relays, between these and the root broker.
+        site: with relays, the simulated run between one relay and its workers.
     """
 
     question: Question
@@ -53,35 +54,36 @@ class Answer:
     # Time.
 
     @property
+    def _shares(self) -> list[float]:
+        """The share of time in inner steps, 0 to 1, of each worker."""
+        return [t / c for t, c in zip(self.measured.trains_s, self.measured.cycle_s, strict=True)]
+
+    @property
     def utilisation(self) -> float:
-        """Share of the time that inner steps have, 0 to 1: the mean of the workers."""
-        return _mean(
-            [t / c for t, c in zip(self.measured.trains_s, self.measured.cycle_s, strict=True)]
-        )
+        """The mean share of time in inner steps, 0 to 1."""
+        return fmean(self._shares)
 
     @property
     def least_utilisation(self) -> float:
-        """The same of the worker that has least."""
-        return min(
-            t / c for t, c in zip(self.measured.trains_s, self.measured.cycle_s, strict=True)
-        )
+        """The lowest share of a worker."""
+        return min(self._shares)
 
     @property
     def cycle_s(self) -> float:
-        return _mean(list(self.measured.cycle_s))
+        return fmean(self.measured.cycle_s)
 
     @property
     def trains_s(self) -> float:
-        return _mean(list(self.measured.trains_s))
+        return fmean(self.measured.trains_s)
 
     @property
     def waits_s(self) -> float:
-        """What training stands still in a cycle."""
+        """Seconds in a cycle in which training waits."""
         return max(0.0, self.cycle_s - self.trains_s)
 
     @property
     def hidden(self) -> float:
-        """Share of the exchanges' time in which training went on."""
+        """Share of the exchanges' time during which training continues."""
         exchanges = self.question.fragments * self.measured.exchange_s
         return max(0.0, 1.0 - self.waits_s / exchanges) if exchanges else 1.0
 
@@ -89,7 +91,7 @@ class Answer:
 
     @property
     def pushers(self) -> int:
-        """Who pushes to the broker: workers, or the relay of each site."""
+        """The number of workers, or of relays, that push to the broker."""
         return self.question.sites if self.question.has_relays else self.question.workers
 
     @property
@@ -102,7 +104,7 @@ class Answer:
 
     @property
     def bytes_wan(self) -> float:
-        """Both ways between sites: all but what stays at the broker's own."""
+        """Both ways between sites: all but the traffic within the broker's own."""
         sites = self.question.sites
         return (self.bytes_in + self.bytes_out) * (1 if sites == 1 else (sites - 1) / sites)
 
@@ -118,7 +120,7 @@ class Answer:
         held: float = n * STATE
         if question.has_shadow:
             held += n * SHADOW
-        elif question.reply_dtype != "fp32":  # what is handed out is a copy
+        elif question.reply_dtype != "fp32":  # replies are a converted copy
             held += n * SIZES[question.reply_dtype].element
         whole = STAGING_SLOTS if question.mode == "async" else self.pushers
         if question.counts_whole:
@@ -127,12 +129,12 @@ class Answer:
 
     @property
     def broker_cores(self) -> float:
-        """That are busy on average."""
+        """Busy cores on average."""
         return self.measured.broker_cpu_s / self.cycle_s
 
     @property
     def line_in(self) -> float:
-        """Share of the broker's line that is used on average, on the way in."""
+        """Average utilisation of the broker's link, inbound."""
         return self.bytes_in / self.cycle_s / self._line
 
     @property
@@ -154,8 +156,8 @@ class Answer:
         downs = question.links_down or question.links
         line = min(question.broker_link, *downs) * USABLE / 8
         lost = self.cycle_s / 2 + question.back_after_s + whole / line
-        # It dies at any moment of a cycle; others wait only for what is left of the time-out when they
-        # come to the end of theirs.
+        # It dies at a random moment of a cycle; others wait for the rest of the timeout when they reach
+        # the end of their own cycle.
         timeout, waits = question.heartbeat_timeout, 0.0
         if question.dies_unnoticed and question.mode == "sync" and question.workers > 1:
             early = min(timeout, self.cycle_s)
@@ -166,13 +168,13 @@ class Answer:
 
 
 def answer(question: Question, costs: Costs | None = None, pieces: int | None = None) -> Answer:
-    """Simulate what is asked; `pieces` of each fragment, by default as many as take no time."""
+    """Simulate the question, with this number of `pieces` per fragment; see `run.pieces_of`."""
     costs = costs or Costs()
     if not question.has_relays:
         return Answer(question, simulate(question, costs, pieces))
     site, hub = simulate(at_a_site(question), costs, pieces), between_sites(question)
     found = simulate(hub, costs, pieces)
-    # Chunks stream through a relay, so a round takes as long as the slower side of it.
+    # Chunks stream through a relay, so a round takes as long as its slower side.
     slower = site.exchange_s - found.exchange_s
     if slower > 0:
         found = simulate(hub, costs, pieces, before_offer=slower)
@@ -180,7 +182,7 @@ def answer(question: Question, costs: Costs | None = None, pieces: int | None = 
 
 
 def at_a_site(question: Question) -> Question:
-    """What goes between a relay and its own workers, as a run of its own."""
+    """The exchange between a relay and its workers, as a separate run."""
     return replace(
         question,
         workers=question.at_a_site,
@@ -195,12 +197,8 @@ def at_a_site(question: Question) -> Question:
 
 
 def between_sites(question: Question) -> Question:
-    """The relays as the workers of a hub, which is at the first site."""
+    """The relays as the workers of the root broker at the first site."""
     of_sites = replace(question, workers=question.sites, site_link=None, has_relays=False)
     if question.site_link is None:
         return of_sites
     return replace(of_sites, links=(question.site_link,), links_down=None)
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)

@@ -1,4 +1,4 @@
-"""`diloco-plan`: will my link do?"""
+"""`diloco-plan`: is my link fast enough?"""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from diloco_protocol.errors import UsageError
 from diloco_tools.options import options_of, reads
 from diloco_tools.plan import quantities
 from diloco_tools.plan.answer import answer
-from diloco_tools.plan.page import write
 from diloco_tools.plan.picture import curves, draw
 from diloco_tools.plan.question import MOST_USED, RUN, Question
 from diloco_tools.plan.report import as_plain, as_text, found_as_text, search_hint
 from diloco_tools.plan.search import search
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.validation import as_plain as rows_as_plain
-from diloco_tools.plan.validation import as_table, read, rows, summary
+from diloco_tools.plan.validation import as_table, read, rows, summary, write_page
 from diloco_tools.terminal import console, console_for_tables, fail
 
 COMMAND = "diloco-plan"
-WIDTH, WIDE = 80, 120  # of an answer and of the rows of a validation, where there is no terminal
+# Columns of an answer and of a validation if the output is not a terminal.
+WIDTH, WIDE = 80, 120
 MEASURED = Path("tools/lab/lan.json")
 app = App()
 
 
 def _delay(text: str) -> int | str:
     if text != "auto" and not text.isdigit():
-        raise ValueError(f"{text!r} is no number of steps; write 0, 5, or auto.")
+        raise ValueError(f"{text!r} is not a number of steps; use 0, 5, or auto.")
     return text if text == "auto" else int(text)
 
 
@@ -48,8 +48,8 @@ def main(
         typer.Option(
             metavar="RATE[,RATE]",
             parser=reads(quantities.several(quantities.both_ways)),
-            help="A worker's line, each way; 40M/250M: up and down. Of a list they have one each, in "
-            "turn. By default as fast as the broker's.",
+            help="A worker's link, each way; 40M/250M: up and down. A list is for the workers in turn. "
+            "Default: the broker's rate.",
             rich_help_panel=MOST_USED,
         ),
     ] = None,
@@ -60,7 +60,7 @@ def main(
             "--tau",
             metavar="TAU",
             parser=reads(_delay),
-            help="Steps from a push to the merge of the reply; auto: when it is here. Default: 0, "
+            help="Steps from a push to the merge of the reply; auto: merge on arrival. Default: 0, "
             "with several fragments auto.",
             rich_help_panel=RUN,
         ),
@@ -70,31 +70,31 @@ def main(
         typer.Option(
             metavar="SHARE",
             parser=reads(quantities.share),
-            help="Which H, P, tau and codec have this share: 95%.",
+            help="Search for H, P, tau and codecs that reach this share: 95%.",
             rich_help_panel=MOST_USED,
         ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A picture over the speed of the lines. Needs matplotlib."
+            metavar="FILE", help="Plot the share over the speed of the links. Needs matplotlib."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **given: Any,
 ) -> None:
-    """Will my link do? How much of the time would be training, and what does the broker need?
+    """Is my link fast enough? Estimates the share of time in training, and the broker's load.
 
     diloco-plan --parameters 1B --workers 8 --broker-link 1G --delay 20ms
 
-    The broker's and the workers' own rules decide in it, over lines and cores
-    that are simulated. Speeds are bits a second, each way. `validate` holds it
-    against rounds that were measured through rate-limited lines.
+    Runs the broker's and the workers' own rules over simulated links and cores.
+    Rates are bits a second, each way. `validate` compares it with rounds that
+    were measured over rate-limited links.
     """
     if context.invoked_subcommand is not None:
         return
     if given["parameters"] is None:
-        fail(COMMAND, "how large is the model? --parameters 124M, or --parameters 7B.", 2)
+        fail(COMMAND, "the size of the model is missing: give --parameters 124M, for example.", 2)
     lines = link or ((given["broker_link"], given["broker_link"]),)
     is_lopsided = any(up != down for up, down in lines)
     is_auto = fragment_sync_delay == "auto"
@@ -115,20 +115,20 @@ def main(
 @app.command()
 def validate(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What make lan has measured.")
+        Path, typer.Argument(metavar="FILE", help="Measurements of make lan.")
     ] = MEASURED,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table into this page, too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Hold the planner against rounds that were measured: a row for each, with its error."""
+    """Compare predictions with measured rounds: a row for each, with its error."""
     try:
         recorded = read(file)
         with _progress().status("Simulating each row ..."):
             found = rows(recorded)
         if page is not None:
-            write(page, found, recorded)
+            write_page(page, found, recorded)
     except UsageError as error:
         fail(f"{COMMAND} validate", str(error), 2)
     if as_json:
@@ -151,7 +151,8 @@ def _answer(question: Question, target: float | None, plot: Path | None, *, as_j
         found = answer(question, costs)
         searched = None
         if target is not None:
-            searched = search(question, target, costs, lambda _: status.update("Searching ..."))
+            status.update("Searching ...")
+            searched = search(question, target, costs)
     if as_json:
         typer.echo(json.dumps(as_plain(found, searched)))
     else:
@@ -169,12 +170,12 @@ def _answer(question: Question, target: float | None, plot: Path | None, *, as_j
 def _plot(
     question: Question, costs: Costs, path: Path, target: float | None, progress: Console
 ) -> None:
-    if find_spec("matplotlib") is None:  # before minutes are spent on curves that cannot be drawn
-        fail(COMMAND, "the picture needs matplotlib: pip install 'diloco-broker[plot]'", 1)
+    if find_spec("matplotlib") is None:  # checked before minutes of simulation
+        fail(COMMAND, "--plot needs matplotlib: pip install 'diloco-broker[plot]'", 1)
     with progress.status("Drawing ...") as status:
         found = curves(question, costs, lambda name: status.update(f"Drawing {name} ..."))
         try:
             draw(question, found, path, target)
         except (OSError, ValueError) as error:
             fail(COMMAND, f"{path} cannot be written: {error}", 1)
-    progress.print(f"The picture is in {path}")
+    progress.print(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""The picture of an answer: the share of training with lines slower or faster than asked."""
+"""The plot of an answer: the share of training over the speed of the links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from diloco_tools.plan.search import PIECES, candidates
 from diloco_tools.plan.simulated.costs import Costs
 
 COLOURS = ("#c2410c", "#0f766e", "#1d4ed8", "#7c3aed")
-# Times the lines that were asked for: each curve is simulated at these.
+# Factors on the links of the question at which each curve is simulated.
 FACTORS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)
 
 Curve = tuple[str, list[tuple[float, float]]]
@@ -35,9 +35,10 @@ Curve = tuple[str, list[tuple[float, float]]]
 def curves(
     question: Question, costs: Costs, told: Callable[[str], None] = lambda _: None
 ) -> list[Curve]:
-    """By setting, points of (bits a second of the broker's line, share of the time in training).
+    """For each setting, points of (bits a second of the broker's link, share of time in training).
 
-    The question as it was asked, the fewest bytes, and both in fragments that overlap with training.
+    The settings are those of the question, the fewest bytes, and both in fragments that overlap with
+    training.
     """
     every = list(candidates(question))
     few = min(every, key=lambda q: (q.fragments != question.fragments, _bits(q)))
@@ -49,7 +50,7 @@ def curves(
         points = []
         for factor in FACTORS:
             at = with_lines(each, factor)
-            with suppress(UsageError):  # lines on which no connection would live
+            with suppress(UsageError):  # links too slow for any connection
                 points.append((at.broker_link, answer(at, costs, PIECES).utilisation))
         found.append((label(each), points))
     return found
@@ -63,7 +64,7 @@ def label(question: Question) -> str:
 
 
 def with_lines(question: Question, factor: float) -> Question:
-    """The same with all lines between broker and workers so many times as fast."""
+    """The same question with all links between broker and workers scaled by this factor."""
     downs = question.links_down
     site = None if question.site_link is None else question.site_link * factor
     return replace(
@@ -88,7 +89,7 @@ def draw(question: Question, found: list[Curve], path: Path, target: float | Non
         f"H = {question.sync_every} of {question.step_s:g} s"
     )
     same = set(question.links) | set(question.links_down or ()) == {question.broker_link}
-    others = "each line" if same else "the broker's line; the others in proportion"
+    others = "each link" if same else "the broker's link; the others in proportion"
     shown = [
         pictures.Curve(name, points, colour=colour)
         for (name, points), colour in zip(found, COLOURS, strict=False)

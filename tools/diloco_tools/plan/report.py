@@ -1,4 +1,4 @@
-"""An answer for people, in 80 columns, and for programs."""
+"""An answer as text in 80 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from diloco_tools.plan.answer import Answer
 from diloco_tools.plan.quantities import of_bits, of_bytes, of_share
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.search import Found, Option
-from diloco_tools.plan.simulated.pieces import chunks_of
+from diloco_tools.plan.simulated.scene import chunks_of
 
-# A plan with less training than this share of the time is worth a search for another setting.
-GOOD = 0.9
+GOOD = 0.9  # share of time in training below which a search is suggested
 
 
 def as_text(found: Answer) -> Group:
-    """What was asked in a few lines, and a line for each figure."""
+    """The question in a few lines, and a line for each figure."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
@@ -31,10 +30,10 @@ def as_text(found: Answer) -> Group:
 
 
 def search_hint(found: Answer) -> str | None:
-    """How to find a setting with more training; None where this one has enough."""
+    """How to search for a setting with more training; None if this one has enough."""
     if found.least_utilisation >= GOOD:
         return None
-    return f"Training has less than {GOOD:.0%}. To find a setting with more: --target 95%"
+    return f"Training has less than {GOOD:.0%} of the time. To search for a better setting: --target 95%"
 
 
 def _asked(question: Question) -> list[str]:
@@ -46,12 +45,12 @@ def _asked(question: Question) -> list[str]:
     delays = ", ".join(estimate_s(each) for each in dict.fromkeys(q.delays))
     lines = dict.fromkeys((q.link(each), q.link_down(each)) for each in range(q.workers))
     links = ", ".join(_line(*each) for each in lines)
-    said.append(f"broker at {of_bits(q.broker_link)}, workers at {links}, {delays} there and back")
+    said.append(f"broker at {of_bits(q.broker_link)}, workers at {links}, round trip {delays}")
     if q.sites > 1:
-        how = "a relay at each" if q.has_relays else "each worker by itself"
+        how = "a relay at each" if q.has_relays else "no relays"
         said.append(f"{q.sites} sites of {q.at_a_site} workers, the broker at the first; {how}")
     if q.has_keys:
-        said.append("with keys, so that everything is encrypted")
+        said.append("with keys: all traffic is encrypted")
     if q.cores is not None:
         said.append(f"everything on one machine of {q.cores:g} cores")
     return said
@@ -62,7 +61,7 @@ def _line(up: float, down: float) -> str:
 
 
 def _setting(question: Question) -> str:
-    """H, P, tau and the codecs, as the options are called."""
+    """H, P, tau and the codecs."""
     parts = f"H = {question.sync_every}"
     if question.fragments > 1 or question.delay_steps != 0:
         tau = "auto" if question.delay_steps is None else question.delay_steps
@@ -76,7 +75,7 @@ def _rows(found: Answer) -> dict[str, str]:
     least = (
         ""
         if found.least_utilisation > found.utilisation - 0.002
-        else (f", {of_share(found.least_utilisation)} at the worker that has least")
+        else (f", {of_share(found.least_utilisation)} for the slowest worker")
     )
     rows = {"training has": f"{of_share(found.utilisation)} of the time{least}"}
     what = (
@@ -93,12 +92,12 @@ def _rows(found: Answer) -> dict[str, str]:
     )
     rows[what] = f"{estimate_s(measured.exchange_s)} from a push to the new parameters{slow}"
     if found.site is not None:
-        rows["of it, at a site"] = estimate_s(found.site.exchange_s)
+        rows["within a site"] = estimate_s(found.site.exchange_s)
     rows["training waits"] = (
         f"{estimate_s(found.waits_s)} in H steps, which take {estimate_s(found.trains_s)}"
     )
     if q.waits_after or q.mode == "async":
-        rows["hidden"] = f"{of_share(found.hidden)} of the exchanges goes on beside training"
+        rows["hidden"] = f"{of_share(found.hidden)} of the exchanges overlaps with training"
     rows["first parameters"] = f"after {estimate_s(measured.start_s)} at all workers"
     each = "a relay, in H steps" if q.has_relays else "a worker, in H steps"
     rows[each] = per_worker
@@ -111,7 +110,7 @@ def _rows(found: Answer) -> dict[str, str]:
     rows["the broker, a day"] = (
         f"{of_bytes(day * found.bytes_in)} in, {of_bytes(day * found.bytes_out)} out"
     )
-    rows["its line"] = f"{of_share(found.line_in)} in, {of_share(found.line_out)} out, on average"
+    rows["its link"] = f"{of_share(found.line_in)} in, {of_share(found.line_out)} out, on average"
     rows["its CPU"] = (
         f"{estimate_s(measured.broker_cpu_s)} in H steps, {found.broker_cores:.2g} cores on average"
     )
@@ -125,7 +124,7 @@ def _rows(found: Answer) -> dict[str, str]:
         )
         rows["a failure costs"] = f"{estimate_s(failures.lost_s)} of its worker{waits}"
         rows["with failures"] = (
-            f"training has {of_share(failures.utilisation)}, with one a worker every "
+            f"training has {of_share(failures.utilisation)}, with one per worker every "
             f"{estimate_s(failures.every_s)}"
         )
     rows["simulated"] = _pieces(found)
@@ -137,12 +136,12 @@ def _pieces(found: Answer) -> str:
     chunks = chunks_of(q.parameters, q.fragments) * q.fragments
     events = f"{measured.events:,} events"
     if measured.pieces >= chunks:
-        return f"{events}, {chunks} chunks as they travel"
+        return f"{events}, {chunks} chunks"
     return f"{events}, {measured.pieces} pieces for {chunks:,} chunks"
 
 
 def found_as_text(found: Found) -> Group:
-    """What a search has tried, mildest first, and what it advises."""
+    """The settings of a search, mildest first, and its advice."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     names = ("P", "tau", "late by", "codecs", "training has", f"H for {of_share(found.target)}")
     for name in names:
@@ -169,22 +168,22 @@ def advice(found: Found) -> str:
     best, steps = found.best, found.steps
     share = of_share(found.target)
     if best is None or steps is None:
-        return f"None of these has {share} of the time, whatever H: take a faster line or fewer workers."
+        return f"No setting reaches {share} with any H: use a faster link or fewer workers."
     question = best.question
     if best is found.options[0] and steps == question.sync_every:
-        return f"As it is, training has {share} of the time: nothing need be changed."
+        return f"The setting as given reaches {share}: no change is needed."
     words = [f"--sync-every {steps}"]
     if question.fragments > 1 or question.delay_steps is None:
         words.append(f"--num-fragments {question.fragments}")
         delay = "auto" if question.delay_steps is None else question.delay_steps
         words.append(f"--fragment-sync-delay {delay}")
     words.append(f"--wire-dtype {question.wire_dtype} --reply-dtype {question.reply_dtype}")
-    late = "" if best.late < 1 else f" (replies are merged {best.late} steps behind their push)"
-    return f"The mildest that has {share}: {' '.join(words)}{late}."
+    late = "" if best.late < 1 else f" (replies are merged {best.late} steps after their push)"
+    return f"The mildest setting that reaches {share}: {' '.join(words)}{late}."
 
 
 def as_plain(found: Answer, searched: Found | None = None) -> dict[str, Any]:
-    """For programs: seconds, bytes, shares from 0 to 1; null is what was not asked."""
+    """For JSON: seconds, bytes, shares from 0 to 1; null for parts that were not requested."""
     failures = found.failures
     plain = _plain(found) | {
         "failures": None if failures is None else asdict(failures),

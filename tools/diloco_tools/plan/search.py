@@ -1,15 +1,15 @@
-"""Which H, P, tau and codec does it take for a share of the time? The mildest setting that has it.
+"""Search for the mildest H, P, tau and codecs that reach a share of time in training.
 
-Mild is what changes training least. So H stays as it was asked for as long as something else does it;
-first fewer bytes that lose nothing noticeable (bf16, then int8 both ways), then fragments, whose merge
-comes some steps late, then four bits, then both. A merge that comes later than a twentieth of H is not
-mild: whoever comes sooner is preferred. Only where nothing of that is enough, H grows.
+Mild settings change training least. H stays as given while another change is enough: first codecs
+without a noticeable loss (bf16, then int8 both ways), then fragments, which are merged some steps late,
+then four bits, then both. A merge later than a twentieth of H is not mild: an earlier one is preferred.
+Only if none of these is enough, H grows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from diloco_protocol.dtypes import SIZES
@@ -19,23 +19,20 @@ from diloco_tools.plan.answer import Answer, answer
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.simulated.costs import Costs
 
-# Pushes and replies, from those that round least to those that need the fewest bytes: behind each group
-# the same is tried in fragments.
+# Codecs of pushes and replies, from the most exact to the smallest. After each group the same codecs
+# are tried with fragments.
 MILD = (("bf16", "fp32"), ("bf16", "bf16"), ("int8", "int8"))
 FEW = (("int4", "int4"), ("int4z", "int4z"))
 FRAGMENTS = 4
 LATE = 1 / 20  # of H: Streaming DiLoCo merges 1 to 5 steps of 100 late (arXiv 2501.18512)
-# An H beyond that is no answer.
-MOST_STEPS = 1_000_000
-# Of a fragment: a search simulates dozens of runs.
-PIECES = 8
-# Simulated once more with a larger H, where the first guess was not enough.
-GUESSES = 6
+MOST_STEPS = 1_000_000  # largest H of an answer
+PIECES = 8  # of a fragment: a search simulates dozens of runs
+GUESSES = 6  # attempts with a larger H if the first guess was too small
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting, what it comes to with the H that was asked for, and the least H that has the share."""
+    """A setting, its answer with the given H, and the least H that reaches the share."""
 
     answer: Answer
     needed: int | None  # None: none below `MOST_STEPS`
@@ -46,7 +43,7 @@ class Option:
 
     @property
     def late(self) -> int:
-        """Steps from a push to the merge of its reply, with the H that was asked for."""
+        """Steps from a push to the merge of its reply, with the given H."""
         question = self.question
         if question.delay_steps is not None:
             return question.delay_steps
@@ -60,7 +57,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Found:
-    """What was looked at, mildest first, and the one to take; None where nothing helps."""
+    """The settings, mildest first, and the best one; None if none reaches the target."""
 
     target: float
     options: tuple[Option, ...]
@@ -68,26 +65,20 @@ class Found:
 
     @property
     def steps(self) -> int | None:
-        """H to take with it: as asked where that is enough."""
+        """The H of the best setting: the given one if that is enough."""
         if self.best is None:
             return None
         asked = self.best.question.sync_every
         return asked if self.best.answer.utilisation >= self.target else self.best.needed
 
 
-def search(
-    question: Question,
-    target: float,
-    costs: Costs | None = None,
-    told: Callable[[Question], None] = lambda _: None,
-) -> Found:
-    """Look for the mildest setting with this share of the time; `told` hears of each that is tried."""
+def search(question: Question, target: float, costs: Costs | None = None) -> Found:
+    """Search for the mildest setting that reaches this share of the time."""
     options = []
     for candidate in candidates(question):
-        told(candidate)
         try:
             found = answer(candidate, costs, PIECES)
-        except UsageError:  # on these lines
+        except UsageError:  # too slow for any connection
             continue
         options.append(Option(found, least_steps(found, target, costs)))
     enough = [each for each in options if each.answer.utilisation >= target]
@@ -98,7 +89,7 @@ def search(
 
 
 def candidates(question: Question) -> Iterator[Question]:
-    """The question as it was asked, and then what could be changed, mildest first."""
+    """The question as given, then changed settings, mildest first."""
     yield question
     seen = {_size(question)}
     pieces = question.fragments if question.fragments > 1 else FRAGMENTS
@@ -130,9 +121,8 @@ def _bytes(wire: str, reply: str) -> float:
 
 
 def least_steps(found: Answer, target: float, costs: Costs | None = None) -> int | None:
-    """The least H with which this setting has the share; near it where training overlaps.
-
-    Raises nothing; None where it would be beyond `MOST_STEPS`.
+    """The least H with which this setting reaches the share, approximately if training overlaps; None
+    if it is beyond `MOST_STEPS`.
     """
     question = found.question
     for _ in range(GUESSES):
@@ -147,13 +137,13 @@ def least_steps(found: Answer, target: float, costs: Costs | None = None) -> int
 
 
 def _guess(found: Answer, target: float) -> int | None:
-    """The least H by what the exchange took that was seen: see `fragments.longest_delay`."""
+    """The least H if exchanges take as long as in `found`: see `fragments.longest_delay`."""
     question = found.question
     fewest = question.fragments * ((question.delay_steps or 0) + 1)
     step_s, pieces = question.step_s, question.fragments
     exchange = found.measured.exchange_s
     hidden = min(exchange, question.waits_after * step_s)
-    # What a cycle waits besides what is left of the exchanges: the work of the training thread.
+    # Waiting beyond the exchanges: the work of the training thread.
     besides = max(0.0, found.waits_s - pieces * (exchange - hidden))
 
     def is_enough(steps: int) -> bool:

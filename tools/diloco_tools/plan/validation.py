@@ -1,8 +1,9 @@
-"""Predictions beside what `make lan` has measured: one row for each, with its error."""
+"""Predictions compared with the measurements of `make lan`: one row for each, with its error."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,21 +22,21 @@ from diloco_tools.plan.simulated.costs import Costs
 
 MOST_ERROR = 0.15
 KINDS = ("round", "streaming")
-# Of the machine's cores, what the run is taken to have had: the load that is recorded beside each
-# measurement says that the machine had other work. Calibrated once, on rounds that waited for a core.
+# Share of the machine's cores that the run had: the recorded load shows other work on the machine.
+# Calibrated once, on rounds that waited for a core.
 OF_THE_CORES = 0.7
 PIECES = 16  # of a fragment: there are dozens of rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Seconds are what training waits in a cycle of H steps.
+    """One measurement. Seconds are those that training waits in a cycle of H steps.
 
     Attributes:
-        measured: the median; least and most where it was repeated.
+        measured: the median; least and most over the repeats.
         predicted: simulated.
-        whole: seconds of a sync in which nothing is hidden. What an error is held against: that of a
-            share of next to nothing, which streaming leaves, would say nothing.
+        whole: seconds of a sync without overlap. Errors are relative to it: streaming leaves so little
+            waiting that a relative error of that would be meaningless.
     """
 
     question: Question
@@ -56,7 +57,7 @@ class Row:
 
 
 def question_of(measurement: Mapping[str, Any], cores: int | None) -> Question | None:
-    """What a measurement asks; None where it is of something that is not simulated."""
+    """The question of a measurement; None if it is of a kind that is not simulated."""
     m = measurement
     mode = m.get("mode") or "sync"
     if m["kind"] not in KINDS or m.get("quorum") is not None:
@@ -71,7 +72,7 @@ def question_of(measurement: Mapping[str, Any], cores: int | None) -> Question |
         step_s=m["step_s"] or 1.0,
         sync_every=m["sync_every"] or 1,
         fragments=m["fragments"],
-        delay_steps=None if streams else 0,  # replies are merged when they are here
+        delay_steps=None if streams else 0,  # None: replies are merged on arrival
         wire_dtype=m["wire_dtype"],
         reply_dtype=m["reply_dtype"],
         mode=mode,
@@ -80,7 +81,7 @@ def question_of(measurement: Mapping[str, Any], cores: int | None) -> Question |
 
 
 def rows(recorded: Mapping[str, Any], costs: Costs | None = None) -> list[Row]:
-    """Each measurement that can be simulated, with what the planner says of it."""
+    """Each measurement that can be simulated, with its prediction."""
     cores = recorded["machine"].get("cores")
     found = []
     for measurement in recorded["measurements"]:
@@ -106,14 +107,14 @@ def _row(measurement: Mapping[str, Any], question: Question, found: Answer) -> R
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The measurements. Raises UsageError with what is wrong."""
+    """Read the measurements. Raises UsageError."""
     try:
         recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _ = recorded["machine"], recorded["measurements"][0]["seconds"][0]
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. make lan writes it.") from None
     except (ValueError, LookupError, TypeError):
-        raise UsageError(f"{path} has no measurements in it. make lan writes them.") from None
+        raise UsageError(f"{path} contains no measurements. make lan writes them.") from None
     return recorded
 
 
@@ -121,7 +122,7 @@ HEAD = ("parameters", "workers", "lines", "codecs", "measured", "predicted", "er
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """As it is shown."""
+    """The cells of a row."""
     question = row.question
     many = len(set(question.links)) > 1
     links = ", ".join(of_bits(each) for each in question.links) if many else ""
@@ -140,7 +141,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def summary(found: Sequence[Row]) -> str:
-    """How many are within the bound, as a sentence."""
+    """The number of rows within the bound, as a sentence."""
     met = sum(row.is_met for row in found)
     return (
         f"{met} of {len(found)} predictions are within {MOST_ERROR:.0%} of the measurement; the "
@@ -160,7 +161,7 @@ def as_table(found: Sequence[Row]) -> Table:
 
 
 def as_plain(found: Sequence[Row]) -> dict[str, Any]:
-    """For programs: seconds, and errors as shares."""
+    """For JSON: seconds, and errors as shares."""
     return {
         "text": summary(found),
         "within": MOST_ERROR,
@@ -184,3 +185,28 @@ def as_markdown(found: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in found]
     return "\n".join([*lines, "", summary(found)])
+
+
+BLOCK = re.compile(r"<!-- validation -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(page: str, found: Sequence[Row], recorded: Mapping[str, Any]) -> str:
+    """`docs/performance.md` with these rows between its marks. Raises UsageError if it has no marks."""
+    if BLOCK.search(page) is None:
+        raise UsageError("The page lacks the marks <!-- validation --> and <!-- end -->.")
+    machine = recorded["machine"]
+    where = (
+        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}) with other load: see "
+        f"the load below.\nThe planner assumes that the run had {OF_THE_CORES:.0%} of them."
+    )
+    block = f"<!-- validation -->\n{where}\n\n{as_markdown(found)}\n<!-- end -->"
+    return BLOCK.sub(lambda _: block, page)
+
+
+def write_page(path: Path, found: Sequence[Row], recorded: Mapping[str, Any]) -> None:
+    """Write the rows into the page. Raises UsageError and leaves the page unchanged."""
+    try:
+        page = path.read_text(encoding="utf-8")
+        path.write_text(filled(page, found, recorded), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

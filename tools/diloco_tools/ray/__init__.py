@@ -7,7 +7,7 @@ import importlib.util
 from diloco_protocol.errors import UsageError
 
 if importlib.util.find_spec("ray") is None:
-    raise UsageError("Ray is not installed here; pip install 'diloco-broker[ray]' installs it.")
+    raise UsageError("Ray is not installed: pip install 'diloco-broker[ray]'.")
 
 from diloco_tools.ray.island import report
 from diloco_tools.ray.trainer import DiLoCoTrainer, Result

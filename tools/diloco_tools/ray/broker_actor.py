@@ -1,7 +1,7 @@
-"""The broker as an actor of Ray: a name by which it is found, and a new life wherever there is room.
+"""The broker as a named actor of Ray.
 
-Ray starts it again when its process or its node is gone; it goes on from its checkpoints then, at
-another address, which it writes where all islands look.
+Ray restarts it when its process or its node is gone. It then resumes from its checkpoints at another
+address, which it writes to the address file that all islands read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MODEL = "model.safetensors"
 
 
 def name_of(storage: Storage) -> str:
-    """Of the actor; one run of a name at a time."""
+    """The name of the actor; only one run of a name may be active."""
     return f"diloco-broker-{storage.name}"
 
 
 class BrokerActor:
-    """Serves one run. Its methods answer at once: the broker has a thread of its own."""
+    """Serves one run. Its methods return at once: the broker runs in its own thread."""
 
     def __init__(self, config: BrokerConfig, storage: Storage) -> None:
         logging.basicConfig(format="diloco-broker: %(message)s", level=logging.INFO)
@@ -49,14 +49,14 @@ class BrokerActor:
         write_address(storage.address_file, self._broker.address, self._broker.feed_address)
 
     def addresses(self) -> tuple[str, str]:
-        """Of the control port, and of the feed."""
+        """The addresses of the control port and of the feed."""
         return self._broker.address, self._broker.feed_address
 
     def pid(self) -> int:
         return os.getpid()
 
     def finish(self) -> Path:
-        """End the run, and write its global parameters as a file of their own. Again: the same."""
+        """End the run, and export its global parameters. Idempotent."""
         self._broker.stop()
         self._storage.final.mkdir(exist_ok=True)
         file = self._storage.final / MODEL
@@ -66,6 +66,6 @@ class BrokerActor:
 
 
 def start_broker(config: BrokerConfig, storage: Storage) -> Any:
-    """The handle of a new actor; it takes nothing of what Ray hands out, and lives again by itself."""
+    """The handle of a new actor; it reserves no resources, and Ray restarts it."""
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(BrokerActor)
     return remote.options(name=name_of(storage)).remote(config, storage)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import train
 from ray.train.torch import TorchTrainer
 
-from diloco_tools.ray.last_metrics import LastMetrics
 from diloco_tools.ray.storage import Storage
 from diloco_worker import DiLoCoWorker
 
@@ -21,25 +23,25 @@ Loop = Callable[..., None]
 
 @dataclass(frozen=True)
 class Island:
-    """What an island is started from, in whatever life."""
+    """The settings of an island; the same after a restart."""
 
     number: int
-    count: int  # of islands, at most: the number of shards
+    count: int  # most islands: the number of shards
     storage: Storage
     loop: Loop
     takes_config: bool
     config: dict[str, Any] | None
     scaling: train.ScalingConfig
-    run_config: train.RunConfig  # of the whole; the name and the storage are an island's own
+    run_config: train.RunConfig  # of the whole run; an island has its own name and storage
 
     @property
     def worker_id(self) -> str:
-        """The same in each life, on whatever node."""
+        """The same after a restart and on any node."""
         return f"island-{self.number}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """By which a `DiLoCoWorker(model, optimizer)` of the loop finds the run."""
+        """The environment by which `DiLoCoWorker(model, optimizer)` in the loop finds the run."""
         return {
             "DILOCO_SERVER": f"file://{self.storage.address_file}",
             "DILOCO_WORKER_ID": self.worker_id,
@@ -49,7 +51,7 @@ class Island:
         }
 
     def run(self) -> train.Result:
-        """Train until the loop of all processes returns; Ray Train starts those again that die."""
+        """Train until the loop returns in all processes; Ray Train restarts those that die."""
         trainer = TorchTrainer(
             self.in_one_process,
             train_loop_config=self.config or {},
@@ -67,7 +69,7 @@ class Island:
         return trainer.fit()
 
     def in_one_process(self, config: dict[str, Any]) -> None:
-        """What Ray calls in each process of the island."""
+        """Ray calls this in each process of the island."""
         os.environ |= self.variables
         rank = train.get_context().get_world_rank()
         logging.basicConfig(
@@ -80,8 +82,34 @@ class Island:
 
 
 def start_island(island: Island) -> Any:
-    """The task that drives an island; where its node is lost Ray starts it again, and it goes on."""
+    """The task that drives an island; Ray restarts it if its node is lost, and it resumes."""
     return ray.remote(num_cpus=0, max_retries=-1)(Island.run).remote(island)
+
+
+class LastMetrics(train.UserCallback):  # type: ignore[misc]  # ray has no types for mypy
+    """Writes the last report of an island's first process to a file, since Ray Train keeps metrics
+    only with a checkpoint. It runs in the process that drives the island.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def after_report(
+        self, run_context: object, metrics: list[dict[str, Any]], checkpoint: object
+    ) -> None:
+        aside = self._file.with_suffix(".new")
+        with suppress(OSError):  # a full disk must not end the training
+            aside.write_text(json.dumps(metrics[0], default=str))
+            aside.replace(self._file)
+
+
+def last_metrics(file: Path) -> dict[str, Any] | None:
+    """What `LastMetrics` has written; None before the first report."""
+    try:
+        read: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return read
 
 
 def report(
@@ -89,13 +117,13 @@ def report(
     metrics: Mapping[str, Any] | None = None,
     checkpoint: train.Checkpoint | None = None,
 ) -> None:
-    """`ray.train.report` with what this worker knows of the run beside your own metrics.
+    """`ray.train.report` with this worker's metrics of the run beside your own.
 
-    Like that it is for all processes of an island to call, equally often.
+    As with that, all processes of an island must call it equally often.
 
     Args:
-        metrics: yours; they count where a name is in both.
-        checkpoint: as Ray takes it.
+        metrics: your own; they override ours of the same name.
+        checkpoint: as for `ray.train.report`.
     """
     known = dict(worker.sync_metrics)
     own = {"round": worker.round, "global_loss": worker.global_loss, "worker": worker.worker_id}

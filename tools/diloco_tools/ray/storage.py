@@ -1,7 +1,4 @@
-"""The folder of a run, on the storage that all nodes of the cluster share.
-
-Everything that has to outlive a node is in it: checkpoints, keys, and where the broker is.
-"""
+"""The folder of a run, on storage that all nodes share: checkpoints, keys, and the broker's address."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 
 @dataclass(frozen=True)
 class Storage:
-    """Of one run; `root` is the storage_path of Ray."""
+    """The paths of one run; `root` is Ray's storage_path."""
 
     root: Path
     name: str
 
     @classmethod
     def of(cls, storage_path: object, name: str) -> Storage:
-        """Raises UsageError for what is no folder of a file system, or no name."""
+        """Raises UsageError for a path outside the file system, and for an invalid name."""
         text = str(storage_path)
         if "://" in text and not text.startswith("file:///"):
             raise UsageError(
@@ -35,8 +32,8 @@ class Storage:
             raise UsageError(f"storage_path is {text!r:.200}; give an absolute path.")
         if not NAME.fullmatch(name):
             raise UsageError(
-                f"The name of the run is {name!r:.80}; it may have letters, digits, dots and dashes, 60 "
-                "at most."
+                f"The name of the run is {name!r:.80}; expected at most 60 letters, digits, dots and "
+                "dashes."
             )
         return cls(root, name)
 
@@ -63,7 +60,7 @@ class Storage:
         return self.folder / "final"
 
     def metrics_of(self, worker: str) -> Path:
-        """What an island reported last."""
+        """The file of an island's last report."""
         return self.folder / f"{worker}.metrics.json"
 
     def key_of(self, worker: str) -> Path:

@@ -28,22 +28,20 @@ from diloco_broker import BrokerConfig
 from diloco_protocol.errors import UsageError
 from diloco_tools.launch.commands import make_keys
 from diloco_tools.ray.broker_actor import start_broker
-from diloco_tools.ray.island import Island, Loop, start_island
-from diloco_tools.ray.last_metrics import last_metrics
+from diloco_tools.ray.island import Island, Loop, last_metrics, start_island
 from diloco_tools.ray.storage import Storage
 
 logger = logging.getLogger("diloco.ray")
 
-# Seconds between two looks whether the cluster has room for one more island.
-LOOK_S = 2.0
-# How often an island is started again where failure_config says nothing. A node that is taken away
-# counts too, so there are some; without an end a mistake in the loop would be tried for ever.
+POLL_S = 2.0  # between two checks whether the cluster has room for one more island
+# Restarts of an island without a failure_config. Lost nodes count, so there are several; the limit
+# ends a run whose loop always fails.
 FAILURES = 10
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has come to.
+    """The result of a run.
 
     Attributes:
         metrics: those that the first island reported last.
@@ -110,7 +108,7 @@ class DiLoCoTrainer:
         Where `broker` sets no end (max_rounds, token_budget, max_time), the loops decide when to return.
 
         Raises:
-            UsageError: keys cannot be made; the storage is no place to write in.
+            UsageError: keys cannot be made, or the storage cannot be written.
         """
         storage = self._storage
         try:
@@ -155,8 +153,8 @@ class DiLoCoTrainer:
         pending = list(tasks)
         try:
             while pending:
-                _, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
-                # Once one has returned the run comes to its end, and nobody begins any more.
+                _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+                # Once one has returned the run is about to end: start no further islands.
                 if len(tasks) == len(pending) < self.most and self._has_room():
                     tasks.append(self._start(len(tasks)))
                     pending.append(tasks[-1])

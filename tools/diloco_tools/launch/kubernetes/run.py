@@ -1,57 +1,57 @@
-"""What a run on Kubernetes is made from, and what all of its objects have in common."""
+"""The settings of a run on Kubernetes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONTROL_PORT, FEED_PORT, METRICS_PORT, MEETING_PORT = 8512, 8513, 9512, 29400
-# The user of the images' containers: any but root, and the same everywhere, so that keys are its own.
-USER = 10001
-KEYS = "/keys"  # a folder in memory; what is in it belongs to that user alone
-SECRET = (
-    "/secret"  # the same as Kubernetes hands it out: readable by a group, which keys must not be
-)
+from diloco_tools.options import matching, option
 
+CONTROL_PORT, FEED_PORT, METRICS_PORT, RENDEZVOUS_PORT = 8512, 8513, 9512, 29400
 Object = dict[str, Any]
+
+# Short enough that pod names, `NAME-island-123-node-0-12`, are DNS labels too.
+LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
+label = matching(LABEL, "lower-case letters, digits and dashes, a letter first, at most 40")
+# Of Kubernetes: 2, 500m, 1.5, 16Gi, 1e9.
+quantity = matching(
+    r"\d+(\.\d+)?([eE]\d+|m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?",
+    "a Kubernetes quantity such as 2, 500m or 16Gi",
+)
+image = matching(r"[!-~]{1,255}", "the name of an image")
 
 
 @dataclass(frozen=True)
 class KubernetesRun:
-    """A run, by the words of the command line.
+    """A run. Fields declared as options are those of `diloco-launch kubernetes`.
 
     Attributes:
-        name: of the run, and the beginning of the names of all objects; a DNS label.
         keys: folder of keys that `make_keys` has filled.
-        broker_image, worker_image: of the Dockerfile's targets `broker` and `worker`.
-        command: what starts the training in each pod of an island.
-        islands, nodes: how many workers, and of how many pods each.
-        gpus: of each pod of an island.
-        grace: seconds between SIGTERM and SIGKILL.
-        restarts: of an island's processes in their pod; `replacements` of its pods.
+        broker_image, worker_image: built from the Dockerfile's targets `broker` and `worker`.
+        command: starts the training in each pod of an island.
         serve: options of `diloco-broker serve`.
     """
 
-    name: str
     keys: Path
     broker_image: str
     worker_image: str
     command: tuple[str, ...]
     islands: int
-    nodes: int = 1
-    namespace: str = "default"
-    gpus: int = 0
-    storage: str = "20Gi"
-    storage_class: str | None = None
-    broker_cpu: str = "2"
-    broker_memory: str = "8Gi"
-    worker_cpu: str = "4"
-    worker_memory: str = "16Gi"
-    grace: int = 120
-    restarts: int = 3
-    replacements: int = 100
-    serve: tuple[str, ...] = field(default=())
+    serve: tuple[str, ...] = ()
+    nodes: int = option(1, "Pods of each worker.", "--nodes-per-island", min=1)
+    name: str = option("diloco", "Name of the run; all names begin with it.", parse=label)
+    namespace: str = option("default", "Namespace of the objects.", parse=label)
+    gpus: int = option(0, "NVIDIA GPUs of each pod.", "--gpus-per-node", min=0)
+    storage: str = option("20Gi", "Size of the broker's disk.", parse=quantity)
+    storage_class: str | None = option(None, "Storage class of that disk.", parse=label)
+    broker_cpu: str = option("2", "Cores of the broker.", parse=quantity)
+    broker_memory: str = option("8Gi", "Memory of the broker.", parse=quantity)
+    worker_cpu: str = option("4", "Cores of each pod of an island.", parse=quantity)
+    worker_memory: str = option("16Gi", "Memory of each pod of an island.", parse=quantity)
+    grace: int = option(120, "Seconds between SIGTERM and SIGKILL.", min=1, max=3600)
+    restarts: int = option(3, "Consecutive restarts of an island of one pod in its pod.", min=0)
+    replacements: int = option(100, "Replacements of the pods of an island.", min=0)
 
     @property
     def broker(self) -> str:
@@ -59,7 +59,7 @@ class KubernetesRun:
 
     @property
     def server(self) -> str:
-        """A name that stays when the broker's pod is another: that of a Service."""
+        """The name of a Service: it stays when the broker's pod is replaced."""
         return f"tcp://{self.broker}.{self.namespace}.svc:{CONTROL_PORT}"
 
     @property
@@ -75,46 +75,3 @@ class KubernetesRun:
             "app.kubernetes.io/instance": self.name,
             "app.kubernetes.io/component": component,
         }
-
-
-def container(name: str, image: str, **more: Any) -> Object:
-    """One that may do nothing but run."""
-    allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    return {"name": name, "image": image, "securityContext": allowed, **more}
-
-
-def plain(word: str) -> str:
-    """A word of a command that Kubernetes leaves as it is: it reads `$(NAME)` as a variable."""
-    return word.replace("$(", "$$(")
-
-
-def as_one_user() -> Object:
-    """The securityContext of a pod."""
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def keys_of_its_own(image: str) -> Object:
-    """The container that begins a pod: it copies keys to where they belong to its user alone."""
-    copy = f"umask 077 && mkdir -p {KEYS}/run && cp -rLf {SECRET}/* {KEYS}/run/"
-    mounts = [{"name": "secret", "mountPath": SECRET}, {"name": "keys", "mountPath": KEYS}]
-    return container("keys", image, command=["sh", "-c", copy], volumeMounts=mounts)
-
-
-def volumes_of_keys(secret: Object) -> list[Object]:
-    memory = {"emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}}
-    return [{"name": "secret", "secret": secret}, {"name": "keys", **memory}]
-
-
-def resources(cpu: str, memory: str, gpus: int = 0) -> Object:
-    """What is asked for is what there may be, of memory; of processor time there may be more."""
-    more = {"nvidia.com/gpu": gpus} if gpus else {}
-    return {
-        "requests": {"cpu": cpu, "memory": memory, **more},
-        "limits": {"memory": memory, **more},
-    }

@@ -1,4 +1,4 @@
-"""One program of a local run, started again where it fails, by the rules of `diloco-worker run`."""
+"""One program of a local run, restarted after failures by the rules of `diloco-worker run`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Program:
     """Started at once.
 
     Attributes:
-        code: exit code of its last life as a shell says it, once it is not started again; else None.
-        has_joined: whether its worker said, as it left, that it was in the run.
+        code: exit code of its last process as a shell reports it; None while it may be restarted.
+        has_joined: whether its worker reported on leaving that it was in the run.
 
     Args:
         end_file: where its worker writes why it left.
-        restarts: how many failures in a row are followed by a restart.
+        restarts: limit of consecutive restarts.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def is_running(self) -> bool:
-        """Whether any process of its life is alive, one that outlives the command included."""
+        """Whether any of its processes is alive, including one that outlives the command."""
         return self.child.group_is_alive
 
     @property
@@ -69,13 +69,13 @@ class Program:
         return bool(word(self._end_file))
 
     def look(self) -> str | None:
-        """Take note of its end, or start it again when that is due; what happened, in a sentence."""
+        """Notice its end, or restart it when that is due; returns a log line if something happened."""
         if self.code is not None or self.child.running:
             return None
         if self._again_at:
             if self._clock() >= self._again_at:
                 self._again_at = 0.0
-                self.child.kill()  # what a shell left behind would train beside the next
+                self.child.kill()  # processes that a shell left behind would train beside the next
                 self.child = self._start(is_next_life=True)
             return None
         code = self._exit_code()
@@ -89,7 +89,7 @@ class Program:
         return f"{self.name} {how}; restart {number} of {most} in {pause:g} s"
 
     def start_no_more(self) -> None:
-        """A life that has ended was the last one."""
+        """Never restart it."""
         if self.code is None and not self.child.running:
             self.code = self._exit_code()
         self._restarts.most = 0

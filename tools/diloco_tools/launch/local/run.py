@@ -18,6 +18,7 @@ from diloco_protocol.feed import FeedError, Snapshot
 from diloco_tools.launch.local.program import Program
 from diloco_tools.launch.local.status import Status, rounds_of, status_line
 from diloco_tools.monitor.feed.listener import FeedSubscriber
+from diloco_tools.options import option
 from diloco_tools.processes import Children, environment
 from diloco_tools.terminal import installed
 from diloco_worker.launching import INTERRUPTED, RUN_IS_OVER, TERMINATED
@@ -35,23 +36,21 @@ MEANT = (0, RUN_IS_OVER, INTERRUPTED, TERMINATED)
 
 @dataclass(frozen=True)
 class LocalRun:
-    """The options of a local run.
+    """A local run. Fields declared as options are those of `diloco-launch local`.
 
     Attributes:
         folder: holds all files of the run; absolute.
         command: starts the script of a worker, in the current folder.
-        workers: their number.
-        sync_every: H, inner steps between two rounds.
         serve: further options of `diloco-broker serve`.
-        restarts: limit of consecutive restarts of each program.
     """
 
     folder: Path
     command: tuple[str, ...]
-    workers: int
-    sync_every: int
+    workers: int = option(2, "Workers.", "--workers", "-n", min=1)
+    # Few, so that the first rounds close soon. Over a network larger values save bytes.
+    sync_every: int = option(50, "H: inner steps between two rounds.", min=1)
+    restarts: int = option(3, "Consecutive restarts of a program that fails.", min=0)
     serve: tuple[str, ...] = ()
-    restarts: int = 3
 
     @property
     def checkpoints(self) -> Path:
@@ -71,7 +70,7 @@ class LocalRun:
 
     @property
     def serve_options(self) -> list[str]:
-        """Options of `diloco-broker serve`. The user's come last and so override ours."""
+        """Options of `diloco-broker serve`: ours, then the user's, which override them."""
         own = {
             "--workers": str(self.workers),
             "--sync-every": str(self.sync_every),
@@ -277,14 +276,14 @@ class Supervisor:
             if worker.code in (0, RUN_IS_OVER) and not worker.has_joined:
                 wrong = True
                 self._status.say(
-                    f"{worker.name} ended without joining the run: its script entered no DiLoCoWorker "
-                    f"(its log: {_shown(worker.child.log)}). For a script that has none: -- python -m "
-                    "diloco_worker.auto SCRIPT"
+                    f"{worker.name} ended without joining the run: its script never entered a "
+                    f"DiLoCoWorker (its log: {_shown(worker.child.log)}). For a script that has none: "
+                    "-- python -m diloco_worker.auto SCRIPT"
                 )
         if not wrong and not self._feed.has_seen_a_round:
             wrong = True
             self._status.say(
-                f"No round closed: each worker ended before it had made {self._run.sync_every} steps. "
+                f"No round closed: each worker ended in fewer than {self._run.sync_every} steps. "
                 "Train for longer, or lower --sync-every."
             )
         return FAILED if wrong else ALL_WELL

@@ -1,4 +1,4 @@
-"""What `diloco-launch local` shows: one live line on a terminal, plain lines elsewhere."""
+"""The output of `diloco-launch local`: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diloco_protocol.feed import Snapshot
 
-# Between two lines where there is no terminal: doubled after each, so that a long run keeps a short log.
+# Between two plain lines: doubled after each, so that a long run keeps a short log.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
@@ -24,12 +24,7 @@ def rounds_of(snapshot: Snapshot) -> int:
 
 
 def status_line(snapshot: Snapshot | None, workers: int) -> str:
-    """Rounds, loss, workers, and what the run waits for.
-
-    Args:
-        snapshot: the newest of the feed; None before the broker has spoken.
-        workers: how many were started.
-    """
+    """Rounds, loss, workers, and what the run waits for; `snapshot` None: nothing was received yet."""
     if snapshot is None:
         return f"starting a broker and {workers} worker{'s'[: workers != 1]}"
     most = snapshot.end.max_rounds if snapshot.end else None

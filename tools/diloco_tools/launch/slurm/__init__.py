@@ -1,1 +1,1 @@
-"""A run as jobs of Slurm: one of the broker, and an array with one for each island."""
+"""A run as jobs of Slurm: one job for the broker, and an array with one job for each island."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from diloco_protocol.clients.command_line import App, failing_in_a_sentence
+from diloco_protocol.clients.command_line import App, failing_in_a_sentence, with_options
 from diloco_protocol.clients.help_page import Group
 from diloco_protocol.errors import UsageError
 from diloco_tools.launch.commands import (
@@ -25,16 +24,14 @@ from diloco_tools.launch.commands import (
 from diloco_tools.launch.slurm import folder as folders
 from diloco_tools.launch.slurm import jobs
 from diloco_tools.launch.slurm.scripts import BROKER, ISLANDS, SlurmRun
+from diloco_tools.options import options_of
 from diloco_tools.terminal import console_for_tables
 
-# Of Slurm: minutes, or days-hours:minutes:seconds and what is short for it.
-TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
-WIDTH = 110  # of the table where there is no terminal
+WIDTH = 110  # columns of the table if the output is not a terminal
 
 
 class StartsByDefault(Group):
-    """`slurm --islands 4 ...` is `slurm start --islands 4 ...`."""
+    """`slurm --islands 4 ...` means `slurm start --islands 4 ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
@@ -47,7 +44,7 @@ app = App(cls=StartsByDefault, no_args_is_help=True)
 
 @app.callback()
 def slurm() -> None:
-    """Run on Slurm: a job for the broker, and one for each island (a worker of one node or more).
+    """Run on Slurm: one job for the broker, and one for each island (a worker of one or more nodes).
 
     `diloco-launch slurm --islands 4 --time 12:00:00 --submit -- torchrun ... train.py`
     is short for `slurm start`.
@@ -55,27 +52,20 @@ def slurm() -> None:
 
 
 @app.command()
-def start(  # noqa: PLR0913  each is an option
+@with_options(options_of(SlurmRun))
+def start(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="COMMAND...", help="What starts the training on each node, behind --."
+            metavar="COMMAND...", help="Command that starts the training on each node, after --."
         ),
     ],
     *,
-    islands: Annotated[int, typer.Option(min=1, help="Workers: jobs that fail alone.")],
-    nodes_per_island: Annotated[int, typer.Option(min=1, help="Nodes of each worker.")] = 1,
-    time: Annotated[
-        str,
-        typer.Option(help="Limit of a job. An island whose time is up is queued again."),
-    ] = "1-00:00:00",
-    name: Annotated[
-        str, typer.Option(help="Of the run: jobs are NAME-broker, NAME-islands.")
-    ] = "diloco",
+    islands: Annotated[int, typer.Option(min=1, help="Workers: jobs that fail independently.")],
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="For everything of the run, where all nodes reach it. Default: runs/NAME."
+            help="Folder of the run, on a file system that all nodes share. Default: runs/NAME."
         ),
     ] = None,
     serve: Annotated[
@@ -92,35 +82,22 @@ def start(  # noqa: PLR0913  each is an option
         list[str] | None,
         typer.Option(help="The same for the broker: --broker-sbatch=--cpus-per-task=4."),
     ] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="Of an island in its nodes, before it is queued again.")
-    ] = 3,
-    requeues: Annotated[
-        int, typer.Option(min=0, help="How often a job that failed is queued again.")
-    ] = 10,
-    grace: Annotated[
-        int, typer.Option(min=1, max=3600, help="Seconds between SIGTERM and the end of the time.")
-    ] = 120,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the jobs, too.")] = False,
+    **given: Any,
 ) -> None:
     """Write the scripts, keys and folder of a run; --submit starts it."""
     with failing_in_a_sentence(COMMAND):
         here = Path.cwd()
         run = SlurmRun(
-            name=_checked(name, NAME, "name", "letters, digits, dots, dashes, 40 at most"),
-            folder=_shared(here / (folder or Path("runs") / name)),
+            folder=_shared(here / (folder or Path("runs") / given["name"])),
             start_in=_shared(here),
             python=sys.executable,
             command=tuple(command),
             islands=islands,
-            nodes=nodes_per_island,
-            time=_checked(time, TIME, "time", "like 90 (minutes), 12:00:00 or 2-00:00:00"),
-            grace=grace,
-            restarts=restarts,
-            requeues=requeues,
             serve=serve_words(serve),
             sbatch=_options(sbatch),
             broker_sbatch=_options(broker_sbatch),
+            **given,
         )
         check_serve_options(run.serve_options, here)
         folders.write(run)
@@ -128,9 +105,7 @@ def start(  # noqa: PLR0913  each is an option
         if submit:
             broker, array = jobs.submit(run)
             typer.echo(f"Submitted: job {broker} (broker), array {array} (islands).")
-            typer.echo(
-                f"How is it going?  diloco-launch slurm status {shlex.quote(str(run.folder))}"
-            )
+            typer.echo(f"Status: diloco-launch slurm status {shlex.quote(str(run.folder))}")
         else:
             for script in (BROKER, ISLANDS):
                 typer.echo(f"sbatch {shlex.quote(str(run.folder / script))}")
@@ -138,9 +113,9 @@ def start(  # noqa: PLR0913  each is an option
 
 @app.command()
 def status(
-    folder: Annotated[Path, typer.Argument(help="Of the run.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
 ) -> None:
-    """Show the jobs of a run, and what its broker says."""
+    """Show the jobs of a run, and the status of its broker."""
     with failing_in_a_sentence(COMMAND):
         run = folders.read(folder.absolute())
         jobs.check_there()
@@ -151,7 +126,9 @@ def status(
         typer.echo(
             f"No job of the run {run.name} is in the queue: it is over, or was not submitted."
         )
-        typer.echo(f"Last of the broker: {folders.last_line(run.folder / 'logs' / 'broker.log')}")
+        typer.echo(
+            f"Last line of the broker's log: {folders.last_line(run.folder / 'logs' / 'broker.log')}"
+        )
     if any(job.name == run.broker_job and job.state == "RUNNING" for job in rows):
         key = run.folder / folders.KEYS / "clients" / f"operator-{OPERATOR}.key"
         words = ["status", "--address", run.address, "--keys", str(key)]
@@ -163,14 +140,14 @@ def status(
 
 @app.command()
 def stop(
-    folder: Annotated[Path, typer.Argument(help="Of the run.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
     *,
     within: Annotated[
         float,
         typer.Option(min=0, help="Seconds for the islands to leave, and for the broker to save."),
     ] = 120.0,
 ) -> None:
-    """Let the islands leave and the broker save. `slurm start` with the same folder goes on."""
+    """Stop the islands, then have the broker save. `slurm start` with the same folder continues."""
     with failing_in_a_sentence(COMMAND):
         run = folders.read(folder.absolute())
         jobs.stop(run, within, typer.echo)
@@ -187,7 +164,7 @@ def _table(run: SlurmRun, rows: list[jobs.Job]) -> Table:
     heads = ("WHO", "JOB", "STATE", "TIME", "NODES", "LAST LINE OF ITS LOG")
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for head, width in zip(heads, widths, strict=True):  # what does not fit is cut from the last
+    for head, width in zip(heads, widths, strict=True):  # only the last column is cut
         least = None if head == heads[-1] else width
         table.add_column(head, min_width=least, overflow="ellipsis", no_wrap=True)
     for row in cells:
@@ -195,17 +172,11 @@ def _table(run: SlurmRun, rows: list[jobs.Job]) -> Table:
     return table
 
 
-def _checked(text: str, pattern: re.Pattern[str], option: str, what: str) -> str:
-    if not pattern.fullmatch(text):
-        raise UsageError(f"--{option} is {text!r:.80}; write {what}.")
-    return text
-
-
 def _shared(path: Path) -> Path:
-    """An absolute path that stands in a script and in an address."""
+    """An absolute path that can stand in a batch script and in an address."""
     path = path.absolute()
     if not str(path).isprintable() or "%" in str(path):
-        raise UsageError(f"The path {str(path)!r:.200} has characters that Slurm takes for others.")
+        raise UsageError(f"The path {str(path)!r:.200} has characters that Slurm would interpret.")
     return path
 
 
@@ -213,6 +184,6 @@ def _options(given: list[str] | None) -> tuple[str, ...]:
     for each in given or ():
         if not each.startswith("-") or not each.isprintable():
             raise UsageError(
-                f"{each!r:.80} is no option of sbatch; write one like --sbatch=--partition=gpu."
+                f"{each!r:.80} is not an option of sbatch; expected one like --sbatch=--partition=gpu."
             )
     return tuple(given or ())

@@ -17,12 +17,12 @@ from diloco_tools.launch.slurm.scripts import (
 )
 
 SETTINGS = "launch.json"
-STOP = "stop"  # while it is there no job goes back into the queue
+STOP = "stop"  # while this file exists no job is requeued
 LOGS, ENDS, KEYS = "logs", "ends", "keys"
 
 
 def write(run: SlurmRun) -> None:
-    """Make the folder, or bring its scripts up to date. Keys, checkpoints and logs that are there stay.
+    """Make the folder, or update its scripts. Existing keys, checkpoints and logs stay.
 
     Raises UsageError.
     """
@@ -45,7 +45,7 @@ def write(run: SlurmRun) -> None:
 
 
 def read(folder: Path) -> SlurmRun:
-    """The settings of a run that was written there. Raises UsageError."""
+    """The settings of the run in this folder. Raises UsageError."""
     file = folder / SETTINGS
     try:
         plain = json.loads(file.read_text())
@@ -53,16 +53,14 @@ def read(folder: Path) -> SlurmRun:
     except OSError as error:
         raise UsageError(
             f"{file} cannot be read: {error.strerror}; give the folder of a run that diloco-launch "
-            "slurm has made."
+            "slurm made."
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise UsageError(
-            f"{file} is not what diloco-launch slurm writes; write the run anew."
-        ) from None
+        raise UsageError(f"{file} is damaged; run diloco-launch slurm start again.") from None
 
 
 def last_line(file: Path) -> str:
-    """Of a log; empty where there is none."""
+    """The last line of a log; empty if there is none."""
     try:
         with file.open("rb") as log:
             log.seek(0, 2)

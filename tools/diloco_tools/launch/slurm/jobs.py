@@ -12,8 +12,8 @@ from diloco_tools.launch.commands import output_of
 from diloco_tools.launch.slurm.folder import STOP
 from diloco_tools.launch.slurm.scripts import BROKER, ISLANDS, SlurmRun
 
-LOOK_S = 1.0  # seconds between two looks into the queue
-# States of a job that has no processes, so that nothing is lost with it.
+POLL_S = 1.0  # between two polls of the queue
+# States of a job without processes: cancelling it loses nothing.
 WITHOUT_PROCESSES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
 
 
@@ -34,11 +34,11 @@ class Job:
 
 
 def check_there() -> None:
-    """Raise UsageError where there is no Slurm."""
+    """Raise UsageError if Slurm is missing."""
     missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
     if missing:
         raise UsageError(
-            f"There is no {missing[0]} here; call this where jobs are submitted to Slurm, or write the "
+            f"{missing[0]} is missing; run this on a host that submits jobs to Slurm, or write the "
             "scripts without --submit and submit them there."
         )
 
@@ -47,7 +47,7 @@ def submit(run: SlurmRun) -> list[str]:
     """Numbers of the broker's job and of the islands' array.
 
     Raises:
-        UsageError: Slurm refuses one of them, or jobs of this run are in the queue.
+        UsageError: Slurm rejects one of them, or jobs of this run are in the queue.
     """
     check_there()
     if queued(run):
@@ -60,7 +60,7 @@ def submit(run: SlurmRun) -> list[str]:
         try:
             said = output_of(["sbatch", "--parsable", str(run.folder / script)], cwd=run.start_in)
         except UsageError:
-            for number in numbers:  # half of a run helps nobody
+            for number in numbers:  # do not leave half of a run behind
                 output_of(["scancel", number])
             raise
         numbers.append(said.strip().partition(";")[0])
@@ -76,7 +76,7 @@ def queued(run: SlurmRun) -> list[Job]:
 
 
 def stop(run: SlurmRun, within_s: float, tell: Callable[[str], object]) -> None:
-    """Let islands leave, then the broker save and end; what has not ended in time is cancelled.
+    """Stop the islands, then the broker, which saves; cancel those that do not end in time.
 
     Args:
         within_s: seconds for the islands, and again for the broker.
@@ -96,15 +96,15 @@ def stop(run: SlurmRun, within_s: float, tell: Callable[[str], object]) -> None:
             output_of(["scancel", "--signal=TERM", *running])
         left = _left(run, name, within_s)
         if left:
-            tell(f"{name} has not ended within {within_s:g} s and is cancelled: {', '.join(left)}")
+            tell(f"{name} did not end within {within_s:g} s; cancelling {', '.join(left)}")
             output_of(["scancel", *left])
 
 
 def _left(run: SlurmRun, name: str, within_s: float) -> list[str]:
-    """Jobs that are still there after so long."""
+    """Jobs that are still in the queue after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while left := [job.number for job in queued(run) if job.name == name]:
         if time.monotonic() >= deadline:
             break
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return left

@@ -1,65 +1,76 @@
 """The batch scripts of a run, from its settings. Pure: text in, text out.
 
-They are short enough to be read. What they know of Slurm: preemption and `scancel --signal=TERM` reach
-the processes of a job, not its script; `#SBATCH --signal=B:` reaches the script before the time is up;
-a job that ends by itself while Slurm takes its nodes away is done, and not queued again, so the script
-sees to that.
+They rely on these properties of Slurm: preemption and `scancel --signal=TERM` signal the processes of a
+job, not its script; `#SBATCH --signal=B:` signals the script before the time limit; a job that exits by
+itself while it is preempted counts as completed and is not requeued, so the script requeues it.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from diloco_tools.options import matching, option
+
 BROKER, ISLANDS = "broker.sh", "islands.sh"
-# A port for the processes of one island to meet at: beneath those that Linux hands out (32768 and up).
+# Rendezvous ports of islands: below the ephemeral ports of Linux (32768 and up).
 FIRST_PORT, PORTS = 20000, 10000
-# Seconds that the script and Slurm may be apart in when the time is up.
+# Seconds by which the script and Slurm may disagree about the time limit.
 APART_S = 30
-# A broker that has run for so many seconds had begun well: its next failure is the first in a row.
+# After this many seconds without a failure the broker's next failure is the first in a row.
 BEGAN_WELL_S = 600
-# Where the broker's job has ended and nobody has queued it again. Islands leave by themselves where the
-# run is over; after so many seconds those are told that have not heard of it.
+# A file that exists once the broker's job has ended for good. Islands leave by themselves when the run
+# is over; LEAVE_S seconds later the script sends SIGTERM to those that are still running.
 ENDED = "ended"
 LEAVE_S = 30
 
 
+_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", "letters, digits, dots, dashes, at most 40")
+# Of Slurm: minutes, or days-hours:minutes:seconds and its short forms.
+_time = matching(
+    r"(?i)\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}|UNLIMITED|INFINITE",
+    "a time such as 90 (minutes), 12:00:00 or 2-00:00:00",
+)
+
+
 @dataclass(frozen=True)
 class SlurmRun:
-    """What a run on Slurm is made from.
+    """A run on Slurm. Fields declared as options are those of `diloco-launch slurm start`.
 
     Attributes:
-        name: of the run; its jobs are NAME-broker and NAME-islands.
         folder: on the file system that all nodes share; absolute.
         start_in: where the script is started; absolute.
         python: the interpreter that has this package, on every node.
-        command: what starts the training on each node of an island.
-        islands, nodes: how many workers, and of how many nodes each.
-        time: limit of each job, as Slurm writes it.
-        grace: seconds between SIGTERM and the end of the time.
-        restarts: of the broker or an island in its allocation, in a row, before it is queued again.
-        requeues: how often a job that failed goes back. What Slurm takes away goes back always.
+        command: starts the training on each node of an island.
         serve: options of `diloco-broker serve`.
         sbatch, broker_sbatch: further options of sbatch.
     """
 
-    name: str
     folder: Path
     start_in: Path
     python: str
     command: tuple[str, ...]
     islands: int
-    nodes: int = 1
-    time: str = "1-00:00:00"
-    grace: int = 120
-    restarts: int = 3
-    requeues: int = 10
     serve: tuple[str, ...] = ()
     sbatch: tuple[str, ...] = ()
     broker_sbatch: tuple[str, ...] = ()
+    name: str = option(
+        "diloco", "Name of the run; its jobs are NAME-broker and NAME-islands.", parse=_name
+    )
+    nodes: int = option(1, "Nodes of each worker.", "--nodes-per-island", min=1)
+    time: str = option(
+        "1-00:00:00", "Limit of a job. An island whose time is up is queued again.", parse=_time
+    )
+    grace: int = option(120, "Seconds between SIGTERM and the time limit.", min=1, max=3600)
+    restarts: int = option(
+        3, "Consecutive restarts of a job in its allocation, before it is queued again.", min=0
+    )
+    requeues: int = option(
+        10, "How often a job that failed is queued again; a preempted job always is.", min=0
+    )
 
     @property
     def broker_job(self) -> str:
@@ -71,7 +82,7 @@ class SlurmRun:
 
     @property
     def workers(self) -> list[str]:
-        """Fixed names, whatever node an island is on."""
+        """Fixed names, independent of the node."""
         return [f"island-{number}" for number in range(self.islands)]
 
     @property
@@ -80,7 +91,7 @@ class SlurmRun:
 
     @property
     def serve_options(self) -> list[str]:
-        """All of them: those that the launcher gives come first, so that the user's count."""
+        """The launcher's options, then the user's, which override them."""
         own = {
             "--workers": str(self.islands),
             "--keys": f"{self.folder}/keys",
@@ -97,7 +108,7 @@ class SlurmRun:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> SlurmRun:
-        """Raises KeyError, TypeError for what `as_plain` has not made."""
+        """Raises KeyError or TypeError for anything that `as_plain` did not make."""
         values: dict[str, Any] = {
             field.name: tuple(value) if isinstance(value := plain[field.name], list) else value
             for field in fields(cls)
@@ -105,10 +116,6 @@ class SlurmRun:
         for name in ("folder", "start_in"):
             values[name] = Path(values[name])
         return cls(**values)
-
-
-def _quoted(words: Iterable[str]) -> str:
-    return shlex.join(words)
 
 
 def _header(run: SlurmRun, job: str, log: str, *options: str, more: Sequence[str]) -> str:
@@ -127,22 +134,22 @@ def _header(run: SlurmRun, job: str, log: str, *options: str, more: Sequence[str
     return "\n".join(f"#SBATCH {line}" for line in lines)
 
 
-# Waits for what was started last, and leaves its exit code in `code`.
+# Waits for the last background process, and leaves its exit code in `code`.
 _WAIT = """\
 child=$!
-trap 'scancel --signal=TERM "$job"' TERM  # the time is nearly up; srun itself would kill, not tell
+trap 'scancel --signal=TERM "$job"' TERM  # the time is nearly up; srun itself would kill
 wait "$child"; code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done  # a signal ends a wait
 trap '' TERM"""
 
 _FUNCTIONS = """\
-# The number of the first of an array means all of it.
+# The job number of an array's first element would mean the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 say() { echo "$(date +%F\\ %T) $SLURM_JOB_NAME: $*"; }
 field() { scontrol show job "$job" | grep -o -m 1 "$1=[^ ]*" | cut -d = -f 2; }
 
-# Whether Slurm takes the nodes away: it has something more important to run, or the time is up.
+# Whether the job is preempted, or its time is up.
 has_to_leave() {
   [ -e "$folder/stop" ] && return 1
   case $(field PreemptTime) in [0-9]*) return 0 ;; esac
@@ -150,16 +157,16 @@ has_to_leave() {
   [ $((end - $(date +%s))) -le $((GRACE + APART)) ]
 }
 
-# Go back into the queue; Slurm ends this script meanwhile. Not what somebody has cancelled.
+# Requeue the job, unless it was cancelled; Slurm ends this script meanwhile.
 requeue() {
   [ "$(field JobState)" = RUNNING ] || finish "$code"
   say "goes back into the queue, $1"
-  trap 'exit "$code"' TERM  # Slurm's, at once; else it would wait, and then kill
+  trap 'exit "$code"' TERM  # exit at once, or Slurm would wait and then kill us
   scontrol requeue "$job" && { sleep 60 & wait; }
   finish "$code"
 }
 
-# After a failure: not for ever.
+# After a failure, at most REQUEUES times.
 requeue_if_allowed() {
   [ "${SLURM_RESTART_COUNT:-0}" -lt REQUEUES ] && requeue "having ended with code $code"
   say "ended with code $code, and has been queued again often enough"
@@ -182,13 +189,13 @@ def _functions(run: SlurmRun) -> str:
 def broker_script(run: SlurmRun) -> str:
     """The job of the broker."""
     header = _header(run, run.broker_job, "broker.log", "--nodes=1", more=run.broker_sbatch)
-    serve = _quoted([run.python, "-m", "diloco_broker", "serve", *run.serve_options])
+    serve = shlex.join([run.python, "-m", "diloco_broker", "serve", *run.serve_options])
     return f"""\
 #!/bin/bash
 # The broker of the run {run.name}. Written by `diloco-launch slurm`, which writes it anew.
 {header}
 folder={shlex.quote(str(run.folder))}
-# The end of this job. The islands need not wait for a broker.
+# The end of this job: the islands stop waiting for a broker.
 finish() {{ echo "$1" > "$folder/{ENDED}"; exit "$1"; }}
 {_functions(run)}
 
@@ -204,9 +211,9 @@ while :; do
     3) finish 0 ;;  # the run is over: diloco-broker shutdown
   esac
   has_to_leave && requeue "since Slurm takes its node"
-  [ "$code" = 0 ] && finish 0  # the run has come to its end, or was stopped
+  [ "$code" = 0 ] && finish 0  # the run has ended or was stopped
   [ -e "$folder/stop" ] && finish "$code"
-  [ $((SECONDS - began)) -ge {BEGAN_WELL_S} ] && failures=0  # it had begun well
+  [ $((SECONDS - began)) -ge {BEGAN_WELL_S} ] && failures=0
   failures=$((failures + 1))
   [ "$failures" -gt {run.restarts} ] && requeue_if_allowed
   say "the broker ended with code $code; restart $failures of {run.restarts}"
@@ -216,7 +223,7 @@ done
 
 
 def islands_script(run: SlurmRun) -> str:
-    """The array of jobs, one for each island. They know nothing of each other."""
+    """The array of jobs, one for each island. They are independent of each other."""
     nodes = f"--nodes={run.nodes}"
     array = f"--array=0-{run.islands - 1}"
     header = _header(run, run.islands_job, "island-%a.log", nodes, array, more=run.sbatch)
@@ -233,15 +240,15 @@ finish() {{ exit "$1"; }}
 {_functions(run)}
 
 if [ -e "$folder/{ENDED}" ]; then
-  say "there is nothing to do, since the broker's job has ended; diloco-launch slurm starts both again"
+  say "nothing to do: the broker's job has ended; diloco-launch slurm starts both again"
   exit 0
 fi
-# Who is cut off when the broker ends would wait for it until the time is up.
+# An island that misses the end of the broker would wait for it until its time is up.
 leave_with_the_broker() {{
   while sleep {LEAVE_S}; do
     [ -e "$folder/{ENDED}" ] || continue
     sleep {LEAVE_S}
-    say "is told to save and to leave, since the broker's job has ended"
+    say "saves and leaves, since the broker's job has ended"
     scancel --signal=TERM "$job"
     return
   done
@@ -252,7 +259,7 @@ export DILOCO_SERVER=file://$folder/address
 export DILOCO_KEYS=$folder/keys/clients/worker-$DILOCO_WORKER_ID.key
 export DILOCO_SHARD_INDEX=$SLURM_ARRAY_TASK_ID DILOCO_NUM_SHARDS={run.islands}
 export DILOCO_END_FILE=$folder/ends/$DILOCO_WORKER_ID
-# How the processes of torchrun find each other, and how their lines begin.
+# The rendezvous of torchrun, and the prefix of its log lines.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export PET_NNODES={run.nodes} PET_RDZV_BACKEND=c10d PET_RDZV_ID=$SLURM_JOB_ID
 export PET_RDZV_ENDPOINT=$head:$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))
@@ -262,15 +269,15 @@ export PET_TEE=3 TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$DILOCO_WORKER_ID rank 
 say "$DILOCO_WORKER_ID begins on $SLURM_JOB_NODELIST, life $((${{SLURM_RESTART_COUNT:-0}} + 1))"
 leave_with_the_broker &
 watch=$!
-{_quoted(worker)} \\
-  {_quoted(srun)} {_quoted(run.command)} &
+{shlex.join(worker)} \\
+  {shlex.join(srun)} {shlex.join(run.command)} &
 {_WAIT}
 kill "$watch" 2>/dev/null
 
 case $code in 2 | 126 | 127) exit "$code" ;; esac  # called wrongly
 [ "$(cat "$DILOCO_END_FILE" 2>/dev/null)" = over ] && exit 0  # the run is
 has_to_leave && requeue "since Slurm takes its nodes"
-case $code in 0 | 130 | 143) exit 0 ;; esac  # it is done, or was asked to end
+case $code in 0 | 130 | 143) exit 0 ;; esac  # it is done, or was asked to stop
 [ -e "$folder/stop" ] && exit "$code"
 requeue_if_allowed
 """

@@ -1,1 +1,1 @@
-"""The feed as monitors read it: live, or recorded."""
+"""Readers of the feed, live or recorded."""

@@ -1,4 +1,4 @@
-"""Lines of a history file: read from disk, checked one by one, each a snapshot of what it says."""
+"""Lines of a history file: read from disk, validated one by one, each as a partial snapshot."""
 
 import json
 import os
@@ -16,26 +16,26 @@ from diloco_protocol.records import from_plain
 MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
 MAX_LINE_BYTES = 4 << 20  # a round of ten thousand workers fits
 
-# What the line of a start has besides its settings, and what is no setting, whatever a line holds.
+# Keys of a start line beside its settings, and keys that are never settings.
 OF_START = ("run", "version", "mode", "control", "model")
 NO_SETTINGS = {"round", "last_round", "counts", "fragments", "totals", "loop", "workers"}
 
 
 def texts_of(path: Path) -> Iterator[bytes]:
-    """Lines of the older file, then of `path` itself, though the broker may rotate meanwhile."""
+    """Lines of the older file, then of `path` itself; safe while the broker rotates them."""
     with ExitStack() as stack:
         files = []
         for each in (path, path.with_name(f"{path.stem}.1{path.suffix}")):
             if each.exists() and not each.is_file():
-                raise OSError("it is not a file")
+                raise OSError("not a file")
             with suppress(FileNotFoundError):
                 files.append(stack.enter_context(each.open("rb")))
                 size = os.fstat(files[-1].fileno()).st_size
                 if size > MAX_FILE_BYTES:
-                    raise OSError(f"it has {size} bytes, more than the broker ever lets it have")
+                    raise OSError(f"it has {size} bytes; the broker rotates at 16 MiB")
         if not files:
-            raise OSError("there is no such file")
-        # Rotated between the two calls: then both are the same file.
+            raise OSError("no such file")
+        # Rotated between the two calls: both are the same file.
         if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
             files.pop()
         for file in reversed(files):
@@ -44,30 +44,30 @@ def texts_of(path: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a history and where it stands in it; the counts include this line."""
+    """One line of a history, with counts up to and including it."""
 
     epoch: str
-    since: float  # when this life of the broker began
+    since: float  # start of this incarnation of the broker
     text: bytes = b""
     kind: str = ""
     at: float = 0.0
-    start: bytes | None = None  # the line with the settings that hold
+    start: bytes | None = None  # the line with the settings in force
     rounds: int = 0  # in the whole history
-    rounds_before: int = 0  # this life of the broker
-    contributions: int = 0  # in this life
+    rounds_before: int = 0  # before this incarnation
+    contributions: int = 0  # in this incarnation
     events: int = 0  # in the whole history
     stopped: bool = False
 
 
 def line_of(text: bytes, before: Line | None) -> Line | None:
-    """Check one line; None if a newer broker has written it for others. Raises MalformedFeedError."""
+    """Validate one line; None if its kind is unknown. Raises MalformedFeedError."""
     document = checked(text)
     kind, at, epoch = document["kind"], document["at"], document["epoch"]
     if kind not in ("start", "round", "event", "stop"):
         return None
     snapshot_of(document)
     last = before or Line(epoch, float(at))
-    if last.epoch != epoch:  # a new life of the broker
+    if last.epoch != epoch:
         rounds, events = last.rounds, last.events
         last = Line(epoch, float(at), rounds=rounds, rounds_before=rounds, events=events)
     averaged = int(document.get("averaged") or 0) if kind == "round" else 0
@@ -85,7 +85,7 @@ def line_of(text: bytes, before: Line | None) -> Line | None:
 
 
 def checked(text: bytes) -> dict[str, Any]:
-    """One line with a kind, a time and an epoch; no more is checked. Raises MalformedFeedError."""
+    """The JSON of a line, whose kind, time and epoch are valid. Raises MalformedFeedError."""
     if len(text) > MAX_LINE_BYTES:
         raise MalformedFeedError(f"a line of {len(text)} bytes")
     document = parsed(text)
@@ -108,7 +108,7 @@ def parsed(text: bytes) -> dict[str, Any]:
 
 
 def snapshot_of(document: Mapping[str, Any]) -> Snapshot:
-    """A snapshot with nothing but what one line gives."""
+    """A snapshot with the contents of one line alone."""
     given = {"feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
     kind = document["kind"]
     try:
@@ -129,13 +129,13 @@ def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
         raise MalformedFeedError("settings is not an object")
     part = {key: value for key, value in settings.items() if key not in NO_SETTINGS}
     part |= {key: document.get(key) for key in OF_START}
-    if isinstance(reducer := part.get("reducer"), dict):  # settings, and two counts of then
+    if isinstance(reducer := part.get("reducer"), dict):  # two counts in it are not settings
         part["reducer"] = reducer | {"submissions": 0, "waiting": 0}
     return part
 
 
 def _round_of(document: Mapping[str, Any]) -> Snapshot:
-    """The line of a round has the keys of several records of a snapshot side by side."""
+    """A round line has the keys of several records of a snapshot side by side."""
     averaged = document.get("averaged")
     whole = {
         **{key: document.get(key) for key in ("feed", "sequence", "epoch", "workers")},

@@ -1,4 +1,4 @@
-"""The socket on the broker's feed, and the thread that listens to it for every display."""
+"""The socket on the broker's feed, and the thread that reads it for every display."""
 
 import math
 import threading
@@ -24,22 +24,20 @@ from diloco_protocol.feed import (
 )
 from diloco_tools.monitor.feed.model import FeedModel, Freshness
 
-POLL_S = 0.25  # how long the end of the program may have to wait
-RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second
-KNOCK_AGAIN_S = 2.0  # after the broker has refused us: the key may be let in again
+POLL_S = 0.25  # longest delay of the end of the program
+RENEW_AFTER_S = 15.0  # without a snapshot; one a second is usual
+KNOCK_AGAIN_S = 2.0  # after the broker rejected our key: it may be allowed again
 
 
 class FeedSubscriber:
-    """Subscribes to one broker's feed, now or as soon as it is there, and again after it was away.
+    """A subscription to a broker's feed, which reconnects whenever the broker is back.
 
-    ZeroMQ connects again by itself when a connection breaks. It does not notice a host that vanished
-    without a word, nor a name that has another address by now: after `renew_after_s` of silence the
-    socket is made anew. So it is `KNOCK_AGAIN_S` after the broker has refused us for our key, since
-    ZeroMQ tries no more then.
+    ZeroMQ reconnects when a connection breaks. It does not notice a host that vanished, or a name whose
+    address has changed: after `renew_after_s` without a snapshot the socket is replaced. It is also
+    replaced `KNOCK_AGAIN_S` after the broker rejected our key, since ZeroMQ stops trying then.
 
-    Only the newest snapshot is kept for a reader that is slow: what it did not read is gone, and
-    `FeedModel.missed` counts it. Frames that are no snapshots are counted in `malformed`, with the
-    reason of the last one in `last_error`, and skipped.
+    A slow reader gets only the newest snapshot, and `FeedModel.missed` counts the others. Frames that
+    are not snapshots are skipped and counted in `malformed`, with the last reason in `last_error`.
 
         with FeedSubscriber("tcp://127.0.0.1:8513") as feed:
             snapshot = feed.receive(timeout_s=5.0)
@@ -52,12 +50,12 @@ class FeedSubscriber:
         *,
         keys: Keys | None = None,
     ) -> None:
-        """Connect in the background. `tcp://` may be left out of the address; `keys` say who we are.
+        """Connect in the background. `tcp://` may be omitted; `keys` are ours.
 
-        Given the control address, it asks the broker there for that of the feed.
+        Given the control address, it asks the broker there for the feed's.
 
         Raises:
-            FeedAddressError: the address is not one; whether somebody is there shows in `receive`.
+            FeedAddressError: the address is invalid.
         """
         self.address = self._given = with_scheme(address, FEED_PORT)
         self.malformed = 0
@@ -78,10 +76,10 @@ class FeedSubscriber:
         self._renew_at = time.monotonic() + self._renew_after_s
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._socket.linger = 0
-        # No MAXMSGSIZE: libzmq does not reconnect after it, and the feed would be dead for good.
+        # No MAXMSGSIZE: libzmq would not reconnect after exceeding it.
         self._socket.setsockopt(zmq.CONFLATE, 1)  # before connect; frames are single parts
         self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
-        if "[" in self.address:  # IPv6 literals only: "localhost" goes on meaning 127.0.0.1
+        if "[" in self.address:  # IPv6 literals only: "localhost" still means 127.0.0.1
             self._socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None:
             self._keys.lock(self._socket)
@@ -94,25 +92,24 @@ class FeedSubscriber:
         self._socket.connect(self.address)
 
     def _disconnect(self) -> None:
-        self._poller = zmq.Poller()  # of nothing: it only waits
+        self._poller = zmq.Poller()  # empty: it only waits
         if not self._socket.closed:
             self._handshake.close()
             self._socket.close()
 
     def receive(self, timeout_s: float) -> Snapshot | None:
-        """Wait at most `timeout_s` seconds for the next snapshot; None when there was none.
+        """Wait at most `timeout_s` seconds for the next snapshot; None on timeout.
 
         Raises:
             FeedVersionError: the broker is too new or too old for this program.
-            FeedRefusedError: the broker wants a key, or another one, or does not say where its feed is.
-                It is asked again later.
+            FeedRefusedError: the broker requires a key, or another one, or does not name its feed. A
+                later call tries again.
         """
         began = time.monotonic()
         if began >= self._renew_at and (self._socket.closed or not self._socket.poll(0)):
             self._disconnect()
             self._connect(self._given)
         left_s = max(0.0, timeout_s)
-        # A flood of garbage does not hold the caller for longer.
         while left_s >= 0 and (ready := dict(self._poller.poll(math.ceil(1000 * left_s)))):
             if self._socket in ready:
                 try:
@@ -135,7 +132,7 @@ class FeedSubscriber:
         return None
 
     def close(self) -> None:
-        """Close the socket and its context; again does no harm."""
+        """Close the socket and its context. Idempotent."""
         if not self._context.closed:
             self._disconnect()
             self._context.term()
@@ -148,10 +145,9 @@ class FeedSubscriber:
 
 
 class Listener(threading.Thread):
-    """Hands each snapshot to `take`, and what cannot be read to `complain`, both called in this thread.
+    """Passes each snapshot to `take` and each error to `complain`, both called in this thread.
 
-    The same sentence is complained of again after `RENEW_AFTER_S`, or when another or a snapshot came
-    between.
+    An error is repeated after `RENEW_AFTER_S`, or when another error or a snapshot came in between.
     """
 
     def __init__(
@@ -178,7 +174,7 @@ class Listener(threading.Thread):
                         said = ""
                 except FeedRefusedError as error:
                     complaint = error
-                except FeedError as error:  # a version that is not ours: the next broker's may be
+                except FeedError as error:  # another version: the next broker may have ours
                     complaint = error
                     self.other_versions += 1
                 if feed.malformed > unreadable:
@@ -192,11 +188,11 @@ class Listener(threading.Thread):
                     self._complain(complaint)
 
     def stop(self) -> None:
-        """Have the thread end, within a quarter of a second."""
+        """Have the thread end within `POLL_S`."""
         self._ended.set()
 
     def close(self) -> None:
-        """End the thread, or the connection of one that was never started. Again does no harm."""
+        """End the thread, or the connection of one that never started. Idempotent."""
         self.stop()
         if self.ident is None:
             self.feed.close()
@@ -206,22 +202,22 @@ class Listener(threading.Thread):
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of a feed at `now`, seconds of the clock of its model."""
+    """The state of a feed at `now`, seconds of the clock of its model."""
 
     model: FeedModel
     now: float
     received: int = 0  # snapshots
-    unreadable: int = 0  # frames that were none, or of another feed version
+    unreadable: int = 0  # frames that were malformed, or of another feed version
 
     @property
     def is_fresh(self) -> bool:
         return self.model.freshness(self.now) is not Freshness.STALE
 
     def why_dead(self, silence_s: float) -> str | None:
-        """Why the broker counts as dead, a sentence; None while it lives, or has said that it ends.
+        """Why the broker counts as dead; None while it is alive or stopping.
 
-        A run that waits for its workers, is paused, or cannot save is not healed by another incarnation
-        of its broker, so it counts as healthy here.
+        A restart would not help a run that waits for workers, is paused, or cannot save, so its broker
+        counts as alive.
         """
         model = self.model
         if model.snapshot is None:
@@ -232,13 +228,13 @@ class Reading:
 
 
 class FeedWatcher(Listener):
-    """Keeps the newest snapshot at hand, from entering to leaving; `read` is for any thread.
+    """A context manager that keeps the newest snapshot; `read` may be called in any thread.
 
-    `complain` is called as by `Listener`, and `note` with each snapshot that is news and the time by
-    the clock of the model, while `lock` is held.
+    `complain` is called as by `Listener`; `note` with each newer snapshot and its time by the clock of
+    the model, while `lock` is held.
 
     Raises:
-        FeedAddressError: the address is none.
+        FeedAddressError: the address is invalid.
     """
 
     def __init__(
@@ -263,7 +259,7 @@ class FeedWatcher(Listener):
         self.close()
 
     def read(self) -> Reading:
-        """What is known of the feed now."""
+        """The state of the feed now."""
         unreadable = self.feed.malformed + self.other_versions
         with self.lock:
             return Reading(replace(self.model), time.monotonic(), self.received, unreadable)

@@ -1,11 +1,8 @@
-"""A pure model of how much to believe of a broker's feed, and of how its run is.
+"""A model of a broker's feed and run. Pure: time is an argument, in seconds of any monotonic clock.
 
-`FeedModel` keeps the newest snapshot and answers what every display asks: is the feed alive, is the run
-healthy, were snapshots missed, is this still the same broker. There is no socket and no clock in here
-(`listener` has the socket): time is an argument, in seconds of any monotonic clock.
-
-Ages in a snapshot are durations measured by the broker. The model adds the time since the snapshot
-arrived, measured by the caller; the clocks of two hosts are never subtracted.
+`FeedModel` keeps the newest snapshot, and knows whether the feed is alive, the run healthy, snapshots
+were missed, and the broker was restarted. Ages in a snapshot are durations measured by the broker; the
+model adds the time since the snapshot arrived. The clocks of two hosts are never subtracted.
 """
 
 import math
@@ -14,14 +11,15 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from diloco_protocol.feed import FeedError, FeedRefusedError, Snapshot, Worker
+from diloco_protocol.monitor.fields import BAD, GOOD, UNEASY
 from diloco_protocol.monitor.rows import Listed
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from diloco_tools.monitor.feed.series import Rate
 
 T = TypeVar("T")
 
-LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
-STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
+LIVE_BELOW_S = 3.0  # two lost snapshots, of one a second, do not show
+STALE_ABOVE_S = 10.0  # the broker or the network is down: the display is outdated
 # fmt: off
 AGES = {
     "age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "heard_age_s", "silent_s",
@@ -29,25 +27,29 @@ AGES = {
 # fmt: on
 
 SCALARS = frozenset({str, int, float, bool})
-HEARTBEAT_S = 30.0  # between two heartbeats, unless the broker tolerates less than three of these
-SLACK = 1.5  # intervals after which a worker is silent
+HEARTBEAT_S = (
+    30.0  # between two heartbeats, if the broker's timeout is at least three times as long
+)
+SLACK = 1.5  # heartbeat intervals after which a worker is silent
 
 
 class Freshness(Enum):
-    LIVE = "LIVE"
-    LATE = "LATE"
-    STALE = "STALE"
+    """The freshness of a feed; values are tones of displays."""
+
+    LIVE = GOOD
+    LATE = UNEASY
+    STALE = BAD
 
 
 @dataclass
 class FeedModel:
-    """The newest snapshot and what is known about the feed itself."""
+    """The newest snapshot and the state of the feed itself."""
 
     snapshot: Snapshot | None = None
     received_at: float = -math.inf
-    missed: int = 0  # snapshots of the running broker that never arrived
-    restarts: int = 0  # how often another life of the broker took over
-    refusal: str = ""  # why the broker does not let us in, a sentence; empty once it does
+    missed: int = 0  # snapshots that were published and never arrived
+    restarts: int = 0  # of the broker
+    refusal: str = ""  # why the broker rejects us, a sentence; empty if it does not
 
     def update(self, snapshot: Snapshot, now: float) -> bool:
         """Take a snapshot received at `now` (seconds). False if it is not newer than the last."""
@@ -64,7 +66,7 @@ class FeedModel:
         return True
 
     def cannot_read(self, error: FeedError) -> None:
-        """Take what came instead of a snapshot."""
+        """Take an error of the feed."""
         if isinstance(error, FeedRefusedError):
             self.refusal = str(error)
 
@@ -80,15 +82,15 @@ class FeedModel:
         return Freshness.LATE if age <= STALE_ABOVE_S else Freshness.STALE
 
     def at(self, now: float) -> Snapshot | None:
-        """The newest snapshot with the ages of its round, heartbeats and events counted on.
+        """The newest snapshot with its ages advanced to `now`.
 
-        `uptime_s` stays: nobody knows whether a broker that says nothing is still up.
+        `uptime_s` stays, since a silent broker may be down.
         """
         snapshot = self.snapshot
         return None if snapshot is None else _older(snapshot, self.age_s(now))
 
     def verdict(self, now: float) -> Verdict:
-        """How the run is, and the reasons: feed, broker, round, then workers by id."""
+        """The verdict on the run, with reasons of feed, broker, round, then workers by id."""
         snapshot = self.at(now)
         if snapshot is None:
             return Verdict((self.refusal or "no snapshot has arrived yet",), "degraded")
@@ -99,7 +101,7 @@ class FeedModel:
 
 
 def _older(record: T, more: float) -> T:
-    """The record with `more` seconds on each age that is known, in it and in the records in it."""
+    """The record with `more` seconds added to each known age in it and in its nested records."""
     changed: dict[str, Any] = {}
     for name, value in vars(record).items():
         if value is None or (type(value) in SCALARS and name not in AGES):  # most are
@@ -116,18 +118,17 @@ def _older(record: T, more: float) -> T:
 def listed(
     snapshot: Snapshot, worker: Worker, fresh: Freshness | None, rate: Rate | None
 ) -> Listed:
-    """A worker with what is known of it beside the feed; `fresh` None: the snapshot is recorded."""
+    """A worker with its estimated and computed figures; `fresh` None: the snapshot is recorded."""
     inner = None if fresh is None else inner_step_now(snapshot, worker, fresh)
     return Listed(worker, inner, *((rate.up, rate.down) if rate else ()))
 
 
 def inner_step_now(snapshot: Snapshot, worker: Worker, fresh: Freshness) -> int | None:
-    """Steps since the last boundary by now, at most H, by the worker's own pace: an estimate.
+    """Estimate the steps since the last boundary, at most H, by the reported pace.
 
-    A worker tells how far it is every 30 s, and a display that showed no more would stand still in
-    between; the pace that it tells costs no further message. None where the report is all there is:
-    the worker does not train, is not well, has told no pace or no step since the broker last concluded
-    one, or is silent beyond its usual interval; or the feed is STALE.
+    A worker reports its steps every 30 s; the estimate keeps displays moving in between. None if the
+    report itself is best: the worker is not training or not healthy, reported no pace or no step since
+    the broker inferred one, or is silent beyond its usual interval; or the feed is STALE.
     """
     age_s, pace = worker.inner_age_s, worker.steps_per_s
     tolerated = snapshot.liveness.heartbeat_timeout_s

@@ -1,14 +1,14 @@
-"""A past run from the history that the broker wrote: the snapshots that its feed might have sent.
+"""A past run, as snapshots reconstructed from the broker's history.
 
-`read_history` checks every line of `SAVE_DIR/history.jsonl`, and of the older `history.1.jsonl` beside
-it, and gives one `Moment` for each. A moment is built when it is asked for, so a long history takes
-about as much memory as its files. Its snapshot holds what the history knows:
+`read_history` validates every line of `SAVE_DIR/history.jsonl`, and of the older `history.1.jsonl`, and
+returns one `Moment` for each. Moments are built on access, so a long history takes about as much memory
+as its files. In a reconstructed snapshot:
 
-- Figures are those of the newest round, `uptime_s` included; only ages go on between rounds.
-- Workers are those that contributed last, as many as were alive then. Their health is not recorded.
-- What nobody wrote down (heartbeats, checkpoints, refusals) has the default of its record.
+- Figures, including `uptime_s`, are those of the newest round; only ages advance between rounds.
+- Workers are the latest contributors, as many as were alive. Their health is not recorded.
+- Unrecorded parts (heartbeats, checkpoints, rejections) have the defaults of their records.
 
-Times are those of the broker's wall clock; they step back where somebody set it back.
+Times are those of the broker's wall clock, which may step back.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ HISTORY = "history.jsonl"  # in the folder that the broker saves to
 EVENTS = 20  # in a snapshot, as in the feed
 LOOK_BACK = 400  # rounds searched for the last work of each worker and fragment
 GIVE = "give the history.jsonl in the folder that diloco-broker serve saves to"
-LINES_KEPT = 512  # as records, so that going through a history reads each line about once
+LINES_KEPT = 512  # parsed, so that stepping through a history parses each line about once
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Moment:
 
 
 class History(Sequence[Moment]):
-    """The moments of a run in the order in which they were written, each made when somebody looks."""
+    """The moments of a run in the order of their lines, each built on access."""
 
     def __init__(self, lines: Sequence[Line], skipped: int) -> None:
         self.skipped = skipped  # damaged lines
         self._lines = lines
         self._rounds = [line for line in lines if line.kind == "round"]
         self._events = [line for line in lines if line.kind in ("event", "stop")]
-        # The first of each life, for the events that come before it.
+        # The first of each incarnation, for events before it.
         self._starts = {line.epoch: line.text for line in reversed(lines) if line.kind == "start"}
         self._read = lru_cache(LINES_KEPT)(lambda text: snapshot_of(parsed(text)))
 
@@ -69,7 +69,7 @@ class History(Sequence[Moment]):
 
     def _snapshot(self, line: Line, sequence: int) -> Snapshot:
         first = max(line.rounds_before, line.rounds - LOOK_BACK)
-        rounds = self._rounds[first : line.rounds]  # of this life of the broker
+        rounds = self._rounds[first : line.rounds]  # of this incarnation
         start = line.start or self._starts.get(line.epoch)
         base = self._read(start) if start else Snapshot(feed.FEED_VERSION, 0, line.epoch)
         now: dict[str, Any] = {
@@ -95,7 +95,7 @@ class History(Sequence[Moment]):
         return tuple(found)
 
     def _last_work(self, line: Line, rounds: Sequence[Line], settings: Snapshot) -> dict[str, Any]:
-        """What the newest round says, the newest version of each fragment, who contributed last."""
+        """The newest round, the newest version of each fragment, and the latest contributors."""
         closed, newest = rounds[-1], self._read(rounds[-1].text)
         assert newest.round is not None
         alive, count = newest.counts.alive, settings.raw.get("num_fragments")
@@ -131,16 +131,10 @@ class History(Sequence[Moment]):
 
 
 def rounds_of(path: Path, epoch: str, most: int) -> list[Moment]:
-    """The rounds in the history that the broker of this epoch keeps, evenly spread.
+    """At most `most` rounds of the history of the broker of this epoch, evenly spaced up to the newest.
 
-    Only lines that are shown are parsed: a history has up to 32 MiB, and may be growing.
-
-    Args:
-        most: how many, the newest among them.
-
-    Returns:
-        What each round's line says, with its time as `uptime_s`. Nothing where the file is missing,
-        cannot be read, or is another broker's.
+    Only the returned lines are parsed: a history has up to 32 MiB, and may be growing. Snapshots have
+    the time of their line as `uptime_s`. Empty if the file is missing, unreadable, or another broker's.
     """
     mark = f'"epoch": "{epoch}"'.encode()
     found: list[Moment] = []

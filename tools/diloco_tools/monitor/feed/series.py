@@ -1,11 +1,10 @@
-"""Figures over time, drawn from snapshots: what sparklines and plots show. Pure and bounded.
+"""Figures over time from snapshots, for sparklines and plots. Pure and bounded.
 
-A snapshot says how things stand; `RunSeries` keeps how they came to it: one point for each round that
-was seen to close, bytes a second at the broker and at each worker, steps a second of each worker.
+`RunSeries` keeps one point for each closed round, bytes a second at the broker and at each worker, and
+steps a second of each worker.
 
-Rates are differences of the broker's counters over differences of its own uptime, so neither a slow
-network nor a lost snapshot falsifies them. `now` only dates the points: it may come from any clock
-that counts seconds, as long as it is always the same one.
+Rates are differences of the broker's counters over differences of its own uptime, so slow networks and
+lost snapshots do not distort them. `now` only dates the points: it may come from any clock in seconds.
 """
 
 import math
@@ -20,24 +19,24 @@ from diloco_protocol.feed import LastRound, Snapshot, Totals, Worker
 from diloco_protocol.quantities import duration, figure, norm
 
 _T = TypeVar("_T")
-LEAST_RECENT = 4  # points that a scale goes by
-MOST_SPEEDS = 20_000  # points of all workers that a page is sent: some 500 kB
+LEAST_RECENT = 4  # points that determine a scale
+MOST_SPEEDS = 20_000  # points of all workers sent to a page: some 500 kB
 LEAST_SPEEDS = 60  # of one worker
 LARGEST = 1e100  # of a curve: differences of larger values overflow
-CPU_SNAPSHOTS = 6  # five seconds of a live feed: one turn of work does not make the figure jump
+CPU_SNAPSHOTS = 6  # five seconds of a live feed, to smooth single turns
 
 
 def recent_scale(values: Sequence[float]) -> tuple[float, float]:
-    """The least and the greatest value that a curve of these should have room for.
+    """The least and the greatest value on the scale of a curve.
 
-    Those of the newer half are on it, and older ones that are at most twice as far off as these differ
-    among themselves. What is beyond is off the scale: the loss of a first round would flatten all that
-    follow. `values` are finite, the newest last; not empty.
+    The scale contains the newer half of the values, and older ones within twice its span of it. Values
+    beyond are off the scale: the loss of the first round would flatten all others. `values` are finite
+    and not empty, the newest last.
     """
     newer = values[-max(LEAST_RECENT, len(values) - len(values) // 2) :]
     least, most = min(newer), max(newer)
     room = 2 * (most - least)
-    if not 0 < room < math.inf:  # the newer ones do not differ, or by more than a float holds
+    if not 0 < room < math.inf:  # no difference, or an overflow
         return min(values), max(values)
     near = [value for value in values if least - room <= value <= most + room]
     return min(near), max(near)
@@ -49,10 +48,10 @@ def off_scale(
     *,
     is_whole: bool,
 ) -> tuple[float, float, str] | None:
-    """The scale of a plot over rounds, and which of them are off it; None where there is no point.
+    """The scale of a plot over rounds, and the rounds off it as a sentence; None without a point.
 
-    A whole run is shown from its start, unless a few values would flatten all others. Times far above
-    95% of all, as of a round that a pause interrupted, have no say in it.
+    A complete run is shown from its start, unless a few values would flatten all others. Times far above
+    the 95th percentile, as of a round that a pause interrupted, are ignored.
     """
     known = [(number, y) for number, y in points if y is not None and abs(y) < LARGEST]
     if not known:
@@ -75,7 +74,7 @@ def off_scale(
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes a second up to the broker and down from it, over the time that ended at `at`."""
+    """Bytes a second to the broker and from it, over an interval that ended at `at`."""
 
     at: float
     up: float
@@ -83,7 +82,7 @@ class Rate:
 
 
 class _Counted(NamedTuple):
-    """Counters of bytes as they stood when the broker's uptime was `uptime_s`."""
+    """Counters of bytes at the broker's uptime `uptime_s`."""
 
     uptime_s: float
     up: int
@@ -91,7 +90,7 @@ class _Counted(NamedTuple):
 
 
 def _rate(before: _Counted | None, later: _Counted, at: float) -> Rate | None:
-    """None if the counters began again; the uptime has grown."""
+    """The rate between two counters, at growing uptimes; None after a reset."""
     if before is None or later.up < before.up or later.down < before.down:
         return None
     seconds = later.uptime_s - before.uptime_s
@@ -99,19 +98,18 @@ def _rate(before: _Counted | None, later: _Counted, at: float) -> Rate | None:
 
 
 class RunSeries:
-    """The last `points` of each figure; of at most `workers` workers.
+    """The last `points` of each figure, of at most `workers` workers.
 
-    A restart of the broker begins the rates again and keeps the rounds. Of the workers those that have
-    gone give way to those that are there, the longest gone first; while all places are taken by
-    workers that are there, further ones get none.
+    A restart of the broker resets the rates and keeps the rounds. Absent workers are evicted for present
+    ones, the longest absent first; if all places are taken by present workers, others get none.
     """
 
     def __init__(self, points: int = 512, workers: int = 256) -> None:
         self._points = points
         self._workers = workers
-        self.rounds: list[tuple[float, LastRound]] = []  # (at, round), as they were seen to close
-        self.network: list[Rate] = []  # all bytes of values at the broker, one rate a snapshot
-        # Worker id -> (at, inner steps a second) as the worker reported it; the longest gone first.
+        self.rounds: list[tuple[float, LastRound]] = []  # (when seen, round)
+        self.network: list[Rate] = []  # of all workers, one rate a snapshot
+        # Worker id -> (at, reported inner steps a second); the longest absent first.
         self.speeds: dict[str, list[tuple[float, float]]] = {}
         self._rates: dict[str | None, Rate] = {}
         self._epoch = ""
@@ -122,22 +120,19 @@ class RunSeries:
         self._cpu: deque[tuple[float, float]] = deque(maxlen=CPU_SNAPSHOTS)  # uptime, CPU seconds
 
     def rate_of(self, worker_id: str) -> Rate | None:
-        """The newest rate of one worker; None while it is not known, and for one that is gone."""
+        """The newest rate of a worker; None while unknown or absent."""
         return self._rates.get(worker_id)
 
     @property
     def cpu(self) -> float | None:
-        """How much of a core the broker uses, 1.0 is all of it; None while it is not known."""
+        """The share of a core that the broker uses, 0 to 1; None while unknown."""
         if len(self._cpu) < 2:
             return None
         (began, before), (ended, after) = self._cpu[0], self._cpu[-1]
         return max(0.0, after - before) / (ended - began)
 
     def go_on_from(self, past: "RunSeries") -> None:
-        """Put the figures of what came before in front; called before the first `update`.
-
-        A round of the same broker that both have is kept once. Rates begin with the next snapshot.
-        """
+        """Prepend earlier figures; called before the first `update`. A round in both is kept once."""
         self.rounds = past.rounds[-self._points :]
         self.network = past.network[-self._points :]
         self.speeds = {name: points[-self._points :] for name, points in past.speeds.items()}
@@ -161,7 +156,7 @@ class RunSeries:
         spent = snapshot.loop.cpu_s
         if spent is not None and (not self._cpu or snapshot.uptime_s > self._cpu[-1][0]):
             self._cpu.append((snapshot.uptime_s, spent))
-        # A snapshot of a replayed event has the figures, and the uptime, of the round before it.
+        # A replayed event has the figures and the uptime of the round before it.
         if self._uptime_s is not None and snapshot.uptime_s <= self._uptime_s:
             return
         self._uptime_s = snapshot.uptime_s
@@ -181,7 +176,7 @@ class RunSeries:
                 self._keep(self.speeds[worker.id], (now, worker.steps_per_s))
 
     def later(self, now: float, after: float, *, is_whole: bool = False) -> dict[str, Any]:
-        """The points later than `after`, each beginning with its time relative to `now` in seconds.
+        """The points later than `after`; each starts with its time relative to `now` in seconds.
 
         Returns:
             rounds: [t, number, seconds, averaged, loss, delta norm, staleness]
@@ -199,7 +194,7 @@ class RunSeries:
             for name, kept in self.speeds.items()
         }
         rounds: list[tuple[float, LastRound]] = []
-        for made in self.rounds:  # a broker that went on from an older version makes some again
+        for made in self.rounds:  # a broker resumed from an older version repeats rounds
             while rounds and rounds[-1][1].number >= made[1].number:
                 rounds.pop()
             rounds.append(made)
@@ -224,7 +219,7 @@ class RunSeries:
         }
 
     def _placed(self, here: Mapping[str, Worker]) -> list[Worker]:
-        """The workers that have a place, each moved behind those that are gone."""
+        """The present workers that have a place, each moved behind the absent ones."""
         self.speeds |= {name: self.speeds.pop(name) for name in here if name in self.speeds}
         gone = [name for name in self.speeds if name not in here]
         for name in here:
@@ -243,7 +238,7 @@ class RunSeries:
 
 
 class WholeSeries(RunSeries):
-    """The figures of a whole run: of too many the lowest and the highest of each stretch stay."""
+    """The figures of a complete run: thinned, keeping the extremes of each stretch."""
 
     def _keep(self, kept: list[_T], new: _T) -> None:
         kept.append(new)
@@ -252,7 +247,7 @@ class WholeSeries(RunSeries):
 
 
 def _thinned(points: Sequence[_T], length: int = 16) -> list[_T]:
-    """Of so many points at a time the first, and those with the least and the greatest of each value."""
+    """Of each `length` points the first, and those with the least and the greatest of each value."""
     kept: list[_T] = []
     for start in range(0, len(points), length):
         part = points[start : start + length]
@@ -266,7 +261,7 @@ def _thinned(points: Sequence[_T], length: int = 16) -> list[_T]:
 
 
 def _values(point: Any) -> tuple[float | None, ...]:
-    """What a plot shows of a point."""
+    """The values of a point that a plot shows."""
     if isinstance(point, Rate):
         return (point.up, point.down)
     value = point[1]
@@ -276,6 +271,6 @@ def _values(point: Any) -> tuple[float | None, ...]:
 
 
 def spread(points: Sequence[_T], most: int) -> Sequence[_T]:
-    """At most `most` of the points, evenly spread, the newest always among them."""
+    """At most `most` of the points, evenly spaced, including the newest."""
     stride = -(-len(points) // most) or 1
     return points[(len(points) - 1) % stride :: stride]

@@ -1,16 +1,13 @@
-"""What prometheus_client gets at each scrape: the fields of the catalogue that have a metric.
+"""The metrics of a scrape: the fields of the catalogue that have a metric.
 
-The name tells the kind, as Prometheus has it: a counter ends in `_total`, an info in `_info`, anything
-else is a gauge.
+A metric's name determines its type: a counter ends in `_total`, an info in `_info`, others are gauges.
+Counters are totals since the broker's start; those of a worker continue over its restarts.
 
-Counters are totals since the broker's start; those of a worker go on over its restarts.
+Prometheus keeps every distinct label value for weeks as a time series, and rejects a scrape with two
+identical series. Worker ids are arbitrary text, so labels made of them are short, printable and
+bounded in number.
 
-Every distinct label value is a time series that Prometheus keeps for weeks, and two series with the same
-labels make it refuse the whole scrape. Worker ids are free text of the peers: labels made of them are
-short, printable and bounded in number.
-
-While the feed is STALE nobody knows how the run is, so all that a snapshot says is left out: an absent
-series says "unknown", an old number lies. What is known without one stays: `diloco_feed_up` is 0.
+While the feed is STALE, `diloco_feed_up` is 0 and all metrics of the snapshot are absent.
 """
 
 import math
@@ -32,21 +29,21 @@ STATES = ("training", "waiting", "paused", "stopping")
 HEALTHS = ("ok", "slow", "stalled", "lost", DEAD)
 REASONS = tuple(code.value for code in Code)
 ACTIONS = ("save_all", "stop_all")
-OTHER = "other"  # for words of a newer broker: they cannot add label values
-MOST_FRAGMENTS = 256  # that have series of their own
-MOST_DATA_SETS = 64  # likewise; a broker has no more
+OTHER = "other"  # for words of a newer broker, which must not add label values
+MOST_FRAGMENTS = 256  # with series of their own
+MOST_DATA_SETS = 64  # likewise; a broker has at most as many
 MOST_RELAYS = 64
 LONGEST_VALUE = 64  # characters
-HELD_S = 600.0  # a place is kept for a worker that is gone before another one gets it
+HELD_S = 600.0  # that the series of an absent worker are reserved
 Records = Mapping[tuple[str, ...], Any]  # by label values
 
 
 def _one(metric: str, help: str) -> tuple[Field, ...]:
-    """A table of one metric, whose records are its values."""
+    """A table of one metric; its records are the values."""
     return (Field("", "", help, metric=metric, measure=float),)
 
 
-# What a `Reading` knows beside the snapshot.
+# Metrics of a `Reading` itself.
 # fmt: off
 OF_FEED = (
     Field("is_fresh", "", "1 if the broker was heard in the last 10 s, else 0.", metric="feed_up"),
@@ -65,7 +62,7 @@ OF_FEED = (
         metric="broker_restarts_total"),
 )
 # fmt: on
-# By table: the labels that tell its records apart, and its metrics.
+# By table: the labels that distinguish its records, and its metrics.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
     "exporter": (("version",), _one("exporter_build_info", "Version of the exporter.")),
     "feed": ((), OF_FEED),
@@ -100,7 +97,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
     "workers": (("worker",), fields.OF_WORKER),
 }
 
-# Every metric by its whole name, and its labels.
+# Every metric by its full name, with its labels.
 METRICS = {
     f"diloco_{field.metric}": labels
     for labels, declared in TABLES.values()
@@ -110,7 +107,7 @@ METRICS = {
 
 
 def label_value(text: str) -> str:
-    """`text` itself if it is short and printable, else its beginning and a digest of the whole."""
+    """`text` if it is short and printable, else its beginning and a digest of all of it."""
     clean = "".join(sign if sign.isprintable() else "?" for sign in text[:LONGEST_VALUE])
     if clean == text:
         return text
@@ -119,11 +116,10 @@ def label_value(text: str) -> str:
 
 
 class Places:
-    """Which workers have series of their own: at most `most` at a time, the first to come.
+    """Assigns series to workers: at most `most` at a time, first come, first served.
 
-    A worker keeps its place, and its label, while it is there. Once it is gone its place is held for
-    ten minutes, so that workers that come and go under ever new names cannot fill Prometheus with
-    series.
+    A present worker keeps its label. The place of an absent one is reserved for `HELD_S`, so workers
+    with ever new names cannot fill Prometheus with series.
     """
 
     def __init__(self, most: int) -> None:
@@ -132,13 +128,13 @@ class Places:
         self._seen: dict[str, float] = {}
 
     def take(self, ids: Iterable[str], now: float) -> Mapping[str, str]:
-        """Worker id -> label value, of those of `ids` that have a place at `now` (seconds)."""
+        """Worker id -> label value for the `ids` that have a place at `now` (seconds)."""
         here = list(dict.fromkeys(ids))
         for gone in [name for name, seen in self._seen.items() if now - seen > HELD_S]:
             del self._seen[gone], self._labels[gone]
         for name in here:
             label = label_value(name)
-            # Of two ids that look the same, one has series.
+            # Of two ids with the same label, one has series.
             is_free = len(self._labels) < self.most and label not in self._labels.values()
             if name in self._labels or is_free:
                 self._labels[name] = label
@@ -147,10 +143,7 @@ class Places:
 
 
 class RunCollector:
-    """Asks `read` what is known of the feed; at most `max_workers` have series of their own.
-
-    `version` is that of the exporter.
-    """
+    """Collects the metrics of `read()`, with series for at most `max_workers`; `version` is ours."""
 
     def __init__(self, read: Callable[[], Reading], version: str, max_workers: int) -> None:
         self._read = read
@@ -159,7 +152,7 @@ class RunCollector:
         self._one_at_a_time = threading.Lock()
 
     def collect(self) -> list[Metric]:
-        """All metrics that have a sample now."""
+        """The metrics that have samples now."""
         with self._one_at_a_time:
             reading = self._read()
             records: dict[str, Records] = {
@@ -172,12 +165,12 @@ class RunCollector:
             return [metric for metric in _metrics(records) if metric.samples]
 
     def describe(self) -> list[Metric]:
-        """All metrics that there can be: so a scrape may ask for some by `name[]`."""
+        """All possible metrics, so that a scrape may select some by `name[]`."""
         return _metrics({})
 
 
 def _metrics(records: Mapping[str, Records]) -> list[Metric]:
-    """Each without unknown values, and without values that no counter can have."""
+    """All metrics, without unknown values, and without invalid values of counters."""
     found = []
     for table, (labels, declared) in TABLES.items():
         for field in declared:
@@ -195,7 +188,7 @@ def _metrics(records: Mapping[str, Records]) -> list[Metric]:
 
 
 def _named(name: str, text: str) -> Metric:
-    """A metric without a sample: its name tells the kind and, at its end, the base unit."""
+    """A metric without samples: its name determines its type and its base unit."""
     kinds = {"_total": "counter", "_info": "info"}
     suffix = next((suffix for suffix in kinds if name.endswith(suffix)), "")
     stem = name.removesuffix(suffix)
@@ -241,15 +234,15 @@ def _of_workers(snapshot: Snapshot, places: Places, now: float) -> dict[str, Rec
 
 
 def _refused(totals: Totals) -> Mapping[str, int]:
-    """Refused work by reason; of an older broker, which tells no reasons, all as other."""
-    # The feed leaves the values of a mapping unchecked.
+    """Rejected work by reason; work without a known reason counts as other."""
+    # The values of a mapping in the feed are not validated.
     counts = Counter({code: n for code, n in totals.refused.items() if isinstance(n, int)})
     counts[OTHER] += max(0, totals.rejected - counts.total())
     return counts
 
 
 def _by_word(known: tuple[str, ...], counts: Mapping[str, int]) -> Records:
-    """The counts of the known words, also of those without any: a rate needs a zero to start from."""
+    """The counts of all known words, zeros included: a rate needs a zero to start from."""
     found: dict[tuple[str, ...], int] = dict.fromkeys(((word,) for word in (*known, OTHER)), 0)
     for word, count in counts.items():
         found[(word if word in known else OTHER,)] += count

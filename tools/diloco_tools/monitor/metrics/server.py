@@ -1,8 +1,8 @@
-"""Metrics over HTTP: prometheus_client answers, and no client can take more than its share.
+"""Metrics over HTTP by prometheus_client, with limits on slow clients.
 
-A scrape takes milliseconds, so a connection that is there for ten seconds is not one. At most sixteen
-are served at a time: the next one ends the oldest. So a client that says nothing, sends a byte now and
-then, or never reads its answer costs one thread for ten seconds and keeps nobody from scraping.
+A connection ends after ten seconds; a scrape takes milliseconds. At most sixteen are served at a time:
+one more ends the oldest. So a client that sends or reads slowly or never costs one thread for ten
+seconds, and does not block others.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ if TYPE_CHECKING:
 
 MOST_CONNECTIONS = 16
 LONGEST_CONNECTION_S = 10.0
-POLL_S = 0.25  # how long the end of the server, and one connection too old, may have to wait
+POLL_S = 0.25  # longest delay of the end of the server, and of an expired connection
 
-HOME = b"diloco-exporter: the metrics are at /metrics, whether the broker lives at /healthz\n"
+HOME = b"diloco-exporter: metrics at /metrics, health of the broker at /healthz\n"
 
 
 class MetricsServer(ThreadingWSGIServer):
-    """Listens from its making on; `serve_forever` answers.
-
-    `health` says why the broker counts as dead, and None while it lives.
+    """Listens at once; `serve_forever` answers. `health` returns why the broker counts as dead, or None.
 
     Raises:
-        OSError: the address is not one of this machine, or the port is taken.
+        OSError: the address is not one of this machine, or the port is in use.
     """
 
     request_queue_size = 64
@@ -57,7 +55,7 @@ class MetricsServer(ThreadingWSGIServer):
         self.set_app(self._answer)
 
     def server_bind(self) -> None:
-        """As WSGIServer does, without asking a name server what this machine is called."""
+        """As in WSGIServer, without a DNS query for our own name."""
         socketserver.TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
@@ -75,7 +73,7 @@ class MetricsServer(ThreadingWSGIServer):
             problem = self._health()
             status = "200 OK" if problem is None else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [f"{problem or 'the broker lives'}\n".encode()]
+            return [f"{problem or 'the broker is alive'}\n".encode()]
         is_home = environ["PATH_INFO"] == "/"
         start_response("200 OK" if is_home else "404 Not Found", [("Content-Type", "text/plain")])
         return [HOME]
@@ -89,10 +87,10 @@ class MetricsServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """`serve_forever` calls this after each connection that comes, and all the time."""
+        """End old connections; called by `serve_forever` after each new one, and every `POLL_S`."""
         late = time.monotonic() - LONGEST_CONNECTION_S
         too_many = len(self._since) - MOST_CONNECTIONS
-        # A copy is made in one go; the threads of connections take theirs out meanwhile.
+        # A copy, since threads remove their connections meanwhile.
         for number, (request, since) in enumerate(self._since.copy().items()):
             if number < too_many or since < late:
                 _end(request)
@@ -103,13 +101,13 @@ class MetricsServer(ThreadingWSGIServer):
             _end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error; anything else is one of ours."""
+        """Report errors of ours; a client that disconnected is not one."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 def _end(request: socket.socket) -> None:
-    """Wake up the thread of a connection, which closes it."""
+    """Wake the thread of a connection, which closes it."""
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
 
@@ -120,4 +118,4 @@ class _Handler(WSGIRequestHandler):
     timeout = LONGEST_CONNECTION_S
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not news."""
+        """Do not log scrapes."""

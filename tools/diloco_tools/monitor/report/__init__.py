@@ -1,1 +1,1 @@
-"""diloco-report: a run that its history tells of, as one page that needs nothing else."""
+"""diloco-report: a run's history as one self-contained page."""

@@ -24,7 +24,7 @@ app = App()
 
 
 @app.command(
-    epilog="Exit codes: 0 the report was made, 1 it cannot be written, 2 there is no history to read."
+    epilog="Exit codes: 0 the report was made, 1 it cannot be written, 2 no history was found."
 )
 def report(
     *,
@@ -37,22 +37,22 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=f"The page; by default {PAGE} beside the history."),
+        typer.Option(metavar="FILE", help=f"The page; default: {PAGE} beside the history."),
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print what the page says as one JSON object, and write no page."
+            "--json", help="Print the facts as one JSON object instead of writing a page."
         ),
     ] = False,
 ) -> None:
-    """Make one HTML page of what happened in a run: loss, rounds, workers, bytes, events, settings.
+    """Make one HTML page about a run: loss, rounds, workers, bytes, events, settings.
 
-    The page needs no network and no other file. The run may still be going on: the page describes it as
-    of the last line.
+    The page needs no network and no other file. If the run continues, the page describes it as of the
+    last line.
     """
     if as_json and out is not None:
-        fail(COMMAND, "--json writes no page: leave --out out, or --json", NO_HISTORY)
+        fail(COMMAND, "--json and --out exclude each other", NO_HISTORY)
     try:
         facts = read_run(run)
     except FeedError as error:
@@ -65,12 +65,12 @@ def report(
         _write(page, page_of(facts))
     except OSError as error:
         why = error.strerror or error
-        fail(COMMAND, f"{page} cannot be written ({why}): name another --out FILE", NOT_WRITTEN)
+        fail(COMMAND, f"{page} cannot be written ({why}): use another --out FILE", NOT_WRITTEN)
     typer.echo(f"report {page}")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write all of it or nothing: a reader never opens half a page."""
+    """Write the file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")

@@ -1,6 +1,5 @@
-"""A run's files, line by line in one pass, to the facts of a report.
-
-`history.jsonl`, the older one beside it, and `control.jsonl`. What is kept of them is bounded.
+"""Reads a run's `history.jsonl`, its rotated older part and `control.jsonl` into the facts of a report,
+in one pass and in bounded memory.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ from diloco_tools.monitor.report.facts import (
 ACTIONS = "control.jsonl"
 POINTS = 1500  # of a curve: at most twice as many, more than a plot has columns
 MOST_CURVES = 32  # speeds of workers
-MOST_WORKERS = 500  # that are followed one by one
-MOST_OTHERS = 1_000_000  # that are counted
+MOST_WORKERS = 500  # tracked individually
+MOST_OTHERS = 1_000_000  # only counted
 MOST_LIVES = 1000
 MOST_EVENTS = 300  # the newest
 MOST_CHANGES = 300
 MOST_ACTIONS = 500
-MOST_SAID = 200  # different warnings
+MOST_SAID = 200  # distinct warnings
 LONGEST_TEXT = 500  # characters
-# State of the loop, or known only after the first moment: not a setting that an operator changed.
-NO_SETTINGS = ("", "reducer.submissions", "reducer.waiting")
-# The history says who comes and goes in the broker's sentences alone. What a worker warns of is evidence
-# of nothing, whatever it contains.
+NO_SETTINGS = ("", "reducer.submissions", "reducer.waiting")  # state in the place of settings
+# The history records joins and departures only in the broker's own sentences. A worker's warning is
+# ignored, since it may quote any of them.
 SIGN = re.compile(
     r"(?s)(?P<name>.{1,64}?) "
     r"(?P<what>joins(?: from (?P<host>.{1,64}))?\.$|leaves: |counts as dead: |warns: )"
@@ -68,12 +66,12 @@ ROUND = re.compile(r"Round \d+ (\(fragment \d+\) )?closed in ")  # it has a line
 
 
 class Digest:
-    """Takes documents of a history in their order, and sums them up."""
+    """Takes documents of a history in their order, and summarises them."""
 
     def __init__(self, actions: Iterable[Action] = ()) -> None:
         self._facts = Facts()
         self._actions = tuple(actions)
-        self._orders = {each.sentence for each in self._actions}  # logged as warnings, and none
+        self._orders = {each.sentence for each in self._actions}  # logged as warnings
         self._lives: list[Life] = []
         self._workers: dict[str, Worker] = {}
         self._others: set[int] = set()  # hashes of names beyond `MOST_WORKERS`
@@ -81,9 +79,9 @@ class Digest:
         self._series = WholeSeries(POINTS, MOST_CURVES)
         self._said: dict[str, Said] = {}
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self._settings_of = ""  # the epoch whose settings they are
+        self._settings_of = ""  # the epoch of the settings
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
-        self._repeated = 0  # rounds with a number that an earlier one had
+        self._repeated = 0  # rounds with the number of an earlier one
         self._highest = -1
 
     @property
@@ -91,11 +89,11 @@ class Digest:
         return not self._lives
 
     def take(self, document: dict[str, Any]) -> None:
-        """One line whose kind, epoch and time have been checked. Raises MalformedFeedError."""
+        """Take one line whose kind, epoch and time are valid. Raises MalformedFeedError."""
         kind, epoch, facts = document["kind"], document["epoch"][:64], self._facts
         if kind not in ("start", "round", "event", "stop"):
             return
-        # Settings are told as they were given, whatever they are.
+        # Settings are reported verbatim, so they are not validated.
         read = snapshot_of(document | {"settings": {}})
         facts.lines += 1
         at = facts.ended_at = max(facts.ended_at, float(document["at"]))
@@ -109,7 +107,7 @@ class Digest:
         elif kind == "event":
             self._take_event(at, read.events[0].level, read.events[0].text[:LONGEST_TEXT])
         else:
-            life.ending = str(document.get("text") or "no reason is given")[:LONGEST_TEXT]
+            life.ending = str(document.get("text") or "no reason given")[:LONGEST_TEXT]
             life.is_over = document.get("run_is_over") is True
         life.ended_at = at
 
@@ -137,7 +135,7 @@ class Digest:
 
     def _take_round(self, at: float, life: Life, read: Snapshot) -> None:
         facts, closed = self._facts, read.last_round
-        assert closed is not None, "it is the line of a round"
+        assert closed is not None
         life.closed(closed, read)
         self._repeated += closed.number <= self._highest
         self._highest = max(closed.number, self._highest)
@@ -150,10 +148,10 @@ class Digest:
             facts.last_loss = closed.loss
             if facts.best_loss is None or closed.loss < facts.best_loss:
                 facts.best_loss, facts.best_loss_round = closed.loss, closed.number
-        for told in read.workers:
-            if (worker := self._worker(told.id, at)) is not None:
-                worker.contributed(at, told, life)
-        # By the clock and not by the round: a broker that went on from an older version repeats some.
+        for each in read.workers:
+            if (worker := self._worker(each.id, at)) is not None:
+                worker.contributed(at, each, life)
+        # By time, not by round: a broker resumed from an older version repeats rounds.
         self._series.update(replace(read, uptime_s=at, sequence=facts.lines), at)
 
     def _take_event(self, at: float, level: str, sentence: str) -> None:
@@ -173,7 +171,7 @@ class Digest:
                 worker.is_here(at, sign["host"] or "")
 
     def _warn(self, at: float, level: str, sentence: str) -> None:
-        """Warnings that differ in their numbers alone are counted together."""
+        """Count warnings that differ only in numbers together."""
         self._facts.warnings += level == "warning"
         self._facts.errors += level == "error"
         key = f"{level} {re.sub(r'[0-9][0-9.]*', '#', sentence)}"
@@ -193,7 +191,7 @@ class Digest:
         return found
 
     def facts(self, actions_left_out: int = 0, damaged: int = 0) -> Facts:
-        """Sum up. `take` has been called, and is not called afterwards."""
+        """The facts, after at least one line; no `take` may follow."""
         found, lives, last = self._facts, tuple(self._lives), self._lives[-1]
         found.began_at, found.lives, found.last_words = lives[0].began_at, lives, last.ending
         if last.ending is not None:
@@ -222,22 +220,21 @@ class Digest:
     def _remarks(self) -> Iterator[str]:
         damaged, first = self._facts.damaged, self._lives[0].first
         if damaged:
-            lines = f"{plural(damaged, 'line')} {'is' if damaged == 1 else 'are'}"
-            yield f"{lines} damaged and left out: a full disk or a crash cuts lines."
+            yield f"Skipped {plural(damaged, 'damaged line')}: a full disk or a crash truncates lines."
         if first is not None and first > 0:
             yield (
                 f"The history begins with round {first}: the broker keeps the newest 16 to 32 MiB "
-                "of lines, and a run may have begun with another folder."
+                "of lines, and the run may have started with another folder."
             )
         if self._repeated:
             yield (
-                f"{self._repeated} rounds have a number that an earlier round had: the broker went on "
-                "from an older version than the newest."
+                f"{plural(self._repeated, 'round')} repeated the number of an earlier one: the broker "
+                "resumed from an older version."
             )
 
 
 def flat(value: Any, before: str = "") -> dict[str, Any]:
-    """Settings as "outer.lr": a number, a text, a truth, a list as text, or None."""
+    """Settings by paths such as "outer.lr"; lists become text."""
     if isinstance(value, dict) and before.count(".") < 4:
         found: dict[str, Any] = {}
         for key, each in value.items():
@@ -248,15 +245,15 @@ def flat(value: Any, before: str = "") -> dict[str, Any]:
 
 
 def history_of(given: Path) -> Path:
-    """The history that is meant: the file itself, or the one in a run's folder."""
+    """The given history, or the one in a run's folder."""
     return given / HISTORY if given.is_dir() else given
 
 
 def read_run(given: Path) -> Facts:
-    """What the history at `given`, a file or the folder that has it, comes to.
+    """The facts of the history at `given`, a file or its folder.
 
     Raises:
-        FeedError: there is none, it cannot be read, or no line of it is one of a history.
+        FeedError: the history is missing, unreadable, or has no valid line.
     """
     path = history_of(given)
     damaged = 0
@@ -271,13 +268,13 @@ def read_run(given: Path) -> Facts:
     except OSError as error:
         raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
     if digest.is_empty:
-        why = f"all of its {damaged} lines are damaged" if damaged else "it is empty"
-        raise FeedError(f"{path} has no history of a run ({why}): {GIVE}")
+        why = f"{plural(damaged, 'damaged line')}" if damaged else "it is empty"
+        raise FeedError(f"{path} contains no history of a run ({why}): {GIVE}")
     return digest.facts(left_out, damaged)
 
 
 def _actions(path: Path) -> tuple[list[Action], int]:
-    """The newest things that operators did, and how many older ones are left out."""
+    """The newest actions of operators, and the number of older ones."""
     kept: deque[Action] = deque(maxlen=MOST_ACTIONS)
     seen = 0
     if not path.is_file():

@@ -1,6 +1,6 @@
-"""What a report says of a run: plain records, which the page shows and `--json` prints.
+"""The facts of a report: plain records, which the page shows and `--json` prints.
 
-Moments are Unix seconds by the broker's clock, durations seconds, sizes bytes.
+Times are Unix seconds by the broker's clock, durations seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import Any
 from diloco_protocol import feed
 from diloco_protocol.records import NOT_SENT
 
-# How a run is left by its history.
+# State of a run at the end of its history.
 OVER, STOPPED, OPEN = "over", "stopped", "open"
-# How a worker is left by it: here, how it went, or away: it was here when a broker ended, and did not
-# come to the next one.
+# State of a worker; AWAY: it was present when a broker ended, and did not rejoin the next one.
 HERE, LEFT, DIED, KICKED, AWAY = "here", "left", "died", "kicked", "away"
 MOST_HOSTS = 4
 
 
 class Counter:
-    """The sum of a counter that now and then begins again."""
+    """The sum of a counter that may be reset."""
 
     def __init__(self) -> None:
         self.sum = self._last = 0
 
     def reads(self, value: int, most: int) -> int:
-        """Take its value, return the sum. A value below the last one began at 0; but one above `most`,
-        all that can have been counted since, went on from an older checkpoint."""
+        """Take a reading, return the sum. A decrease is a reset to 0, unless the value exceeds `most`,
+        the total since the broker's start: then the broker resumed from an older checkpoint."""
         if value >= self._last:
             self.sum += value - self._last
         elif value <= most:
@@ -40,20 +39,19 @@ class Counter:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The least value that this share of all does not exceed; None without any."""
+    """The quantile by nearest rank; None without values."""
     return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else None
 
 
 @dataclass
 class Life:
-    """One incarnation of the broker, from its start to its last line. `ending` is the reason that it
-    logged, None without one."""
+    """One incarnation of the broker, from its start to its last line. `ending` is its logged reason."""
 
     epoch: str
     began_at: float
     ended_at: float
     ending: str | None = None
-    is_over: bool = False  # the run reached its end, and not only the broker
+    is_over: bool = False  # the run ended, not only the broker
     rounds: int = 0
     contributions: int = 0
     first: int | None = None  # number of its first round
@@ -61,12 +59,12 @@ class Life:
     bytes_up: int = 0
     bytes_down: int = 0
     cpu_s: float | None = None
-    rss_bytes: int | None = None  # the most that a round's line says
+    rss_bytes: int | None = None  # largest of its round lines
     longest_turn_ms: float | None = None
     version: str = ""  # of the broker's program
 
     def closed(self, closed: feed.LastRound, line: feed.Snapshot) -> None:
-        """Take the line of a round."""
+        """Take a round line."""
         self.rounds += 1
         self.contributions += closed.averaged
         self.first = closed.number if self.first is None else self.first
@@ -81,26 +79,26 @@ class Life:
 
 @dataclass
 class Worker:
-    """Figures are what the lines of rounds say of it."""
+    """A worker, with figures from round lines."""
 
     id: str
     hosts: tuple[str, ...] = ()
-    via: str = ""  # the relay that it came through, in its last round
+    via: str = ""  # its relay in its last round
     first_seen: float = 0.0
     last_seen: float = 0.0
     ended: str = HERE
     contributions: int = 0
     step: int | None = None
-    steps_per_s: float | None = None  # median of what it reported
-    loss: float | None = None  # the last that it reported
-    delta_norm: float | None = None  # the last
+    steps_per_s: float | None = None  # median of its reports
+    loss: float | None = None  # last reported
+    delta_norm: float | None = None  # of the last
     staleness_mean: float | None = None  # versions
     staleness_most: int | None = None
     bytes_up: int = 0
     bytes_down: int = 0
     deaths: int = 0
     kicks: int = 0
-    returns: int = 0  # after it had gone
+    returns: int = 0  # after it left, died or was kicked
 
     speeds: MutableSequence[float] = field(
         default_factory=lambda: array("d"), compare=False, metadata=NOT_SENT
@@ -108,21 +106,21 @@ class Worker:
     _up: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
     _down: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
 
-    def contributed(self, at: float, told: feed.Worker, life: Life) -> None:
-        """Its part in a round."""
-        self.is_here(at, told.host)
+    def contributed(self, at: float, line: feed.Worker, life: Life) -> None:
+        """Take its part of a round line."""
+        self.is_here(at, line.host)
         self.contributions += 1
-        self.via = told.via
-        self.step = told.step
-        self.loss = self.loss if told.loss is None else told.loss
-        self.delta_norm = self.delta_norm if told.delta_norm is None else told.delta_norm
-        if told.steps_per_s is not None:
-            self.speeds.append(told.steps_per_s)
-        self.bytes_up = self._up.reads(told.bytes_up, life.bytes_up)
-        self.bytes_down = self._down.reads(told.bytes_down, life.bytes_down)
+        self.via = line.via
+        self.step = line.step
+        self.loss = self.loss if line.loss is None else line.loss
+        self.delta_norm = self.delta_norm if line.delta_norm is None else line.delta_norm
+        if line.steps_per_s is not None:
+            self.speeds.append(line.steps_per_s)
+        self.bytes_up = self._up.reads(line.bytes_up, life.bytes_up)
+        self.bytes_down = self._down.reads(line.bytes_down, life.bytes_down)
         mean = self.staleness_mean or 0.0
-        self.staleness_mean = mean + (told.staleness - mean) / self.contributions
-        self.staleness_most = max(self.staleness_most or 0, told.staleness)
+        self.staleness_mean = mean + (line.staleness - mean) / self.contributions
+        self.staleness_most = max(self.staleness_most or 0, line.staleness)
 
     def is_here(self, at: float, host: str) -> None:
         self.returns += self.ended in (LEFT, DIED, KICKED)
@@ -138,7 +136,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Said:
-    """A warning or an error of the broker; those that differ in their numbers alone are one."""
+    """A warning or an error of the broker, counted with those that differ only in numbers."""
 
     level: str
     text: str  # of the newest
@@ -149,7 +147,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the broker's log, but those of rounds."""
+    """One line of the broker's log, except those of rounds."""
 
     at: float
     level: str
@@ -158,7 +156,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of the run that has another value from now on. `by_restart`: an option of the start."""
+    """A change of a setting. `by_restart`: by options of a restart."""
 
     at: float
     name: str
@@ -169,7 +167,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Action:
-    """What an operator did. `is_proven`: a key says who it was."""
+    """An action of an operator. `is_proven`: authenticated by a key."""
 
     at: float = 0.0
     who: str = ""
@@ -188,10 +186,10 @@ class Action:
 
 @dataclass
 class Facts:
-    """Everything that a report says. `Digest` fills it in, line by line."""
+    """The facts of a report. `Digest` fills them in, line by line."""
 
     began_at: float = 0.0
-    ended_at: float = 0.0  # of the newest line; a clock that was set back does not go back here
+    ended_at: float = 0.0  # of the newest line; never decreases
     ending: str = OPEN  # OVER, STOPPED or OPEN
     last_words: str | None = None
     run: str | None = None
@@ -225,4 +223,4 @@ class Facts:
     actions_left_out: int = 0
     lines: int = 0
     damaged: int = 0
-    remarks: tuple[str, ...] = ()  # what a reader must know of the history itself
+    remarks: tuple[str, ...] = ()  # about the history itself

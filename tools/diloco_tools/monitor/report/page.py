@@ -1,6 +1,6 @@
-"""The report: the dashboard's page with one answer in it, as one file that fetches nothing.
+"""The report: the dashboard's page with its data inlined, as one file that fetches nothing.
 
-The page's Content-Security-Policy lets nothing but this one script and this one style sheet take effect.
+Its Content-Security-Policy allows only its own script and style sheet.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ ENDINGS = {
     OPEN: (UNEASY, "No end is recorded"),
 }
 ENDED = {
-    HERE: Part("here at the end", GOOD),
-    AWAY: Part("did not come back after a restart of the broker", UNEASY),
+    HERE: Part("present", GOOD),
+    AWAY: Part("did not rejoin after a restart of the broker", UNEASY),
     LEFT: Part("left", "quiet"),
-    DIED: Part("counted as dead", BAD),
+    DIED: Part("died", BAD),
     KICKED: Part("removed by an operator", UNEASY),
 }
 MOST_ROWS = 200
@@ -61,22 +61,22 @@ MODULES = ("dom", "api", "charts", "control", "app")
 
 def _ending(life: Life) -> Part:
     if life.ending is None:
-        return Part("no last line: it was killed, or its machine went down", BAD)
+        return Part("killed, or its machine went down: no last line", BAD)
     words, tone = ("the run is over", GOOD) if life.is_over else ("stopped", "quiet")
     return Part(f"{words}: {life.ending}", tone)
 
 
 def title_of(path: str) -> str:
-    """A setting in words; one that the catalogue does not have keeps its name."""
+    """The label of a setting; its path if the catalogue lacks it."""
     field = SETTINGS.get(path)
     return path if field is None else field.label[:1].upper() + field.label[1:]
 
 
 def _value(path: str, value: Any) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (
-        FORMATS[SETTINGS[path].format](value) if is_number and path in SETTINGS else setting(value)
-    )
+    if is_number and path in SETTINGS:
+        return FORMATS[SETTINGS[path].format](value)
+    return setting(value)
 
 
 def _loss(facts: Facts) -> str:
@@ -87,14 +87,12 @@ def _loss(facts: Facts) -> str:
 
 
 def _times(facts: Facts) -> str:
-    half, most, longest = map(
-        duration, (facts.round_median_s, facts.round_p95_s, facts.round_longest_s)
-    )
-    return f"half within {half}, 95% within {most}, at most {longest}"
+    times = (facts.round_median_s, facts.round_p95_s, facts.round_longest_s)
+    return "median {}, 95% within {}, at most {}".format(*map(duration, times))
 
 
 # fmt: off
-# Of `Facts`: what a reader in a hurry wants, and further figures.
+# Of `Facts`: the header, and further figures.
 HEADLINE = (
     Field("mode", "Mode", say=lambda of: of.mode or NONE),
     Field("began_at", "Began, UTC", say=lambda of: moment(of.began_at, "%d %b %Y %H:%M")),
@@ -116,7 +114,7 @@ FIGURES = (
     Field("warnings", "Logged",
         say=lambda of: f"{plural(of.warnings, 'warning')}, {plural(of.errors, 'error')}"),
 )
-# The columns of the tables; what stands below is small, below the column before.
+# The columns of the tables; a field without a label is shown below the previous one.
 OF_WORKER = (
     Field("id", "Worker", format="text"),
     Field("hosts", "", say=lambda of: ", ".join(of.hosts)),
@@ -145,23 +143,23 @@ OF_LIFE = (
 )
 OF_SAID = (
     Field("level", "Level", say=lambda of: Part(of.level, LEVELS[of.level])),
-    Field("text", "What the broker logged last", format="text"),
+    Field("text", "Last message", format="text"),
     Field("count", "Times", format="count"),
     Field("last_at", "Last, UTC", format="moment"),
 )
 OF_ACTION = (
-    Field("at", "When, UTC", format="moment"),
-    Field("text", "What", format="text"),
-    Field("who", "Who", say=lambda of: of.who + ("" if of.is_proven else " (unproven)")),
-    Field("round", "In round", format="whole"),
+    Field("at", "Time, UTC", format="moment"),
+    Field("text", "Action", format="text"),
+    Field("who", "Operator", say=lambda of: of.who + ("" if of.is_proven else " (unproven)")),
+    Field("round", "Round", format="whole"),
 )
 OF_CHANGE = (
-    Field("at", "When, UTC", format="moment"),
+    Field("at", "Time, UTC", format="moment"),
     Field("name", "Setting", say=lambda of: title_of(of.name)),
     Field("after", "Change",
         say=lambda of: f"{_value(of.name, of.before)} → {_value(of.name, of.after)}"),
     Field("by_restart", "By",
-        say=lambda of: "options of a new start" if of.by_restart else "set in the run"),
+        say=lambda of: "options of a restart" if of.by_restart else "an operator"),
 )
 # fmt: on
 
@@ -197,7 +195,7 @@ def _asset(name: str) -> str:
 
 @cache
 def _script() -> str:
-    """The modules as one: what they import from each other stands above in the same script."""
+    """The modules in one script, in the order of their imports."""
     modules = "".join(_asset(f"{name}.js") for name in MODULES)
     modules = re.sub(r"(?m)^import .*\n|^export ", "", modules)
     library, licence = _asset("uplot/uPlot.iife.min.js"), _asset("uplot/LICENSE")
@@ -214,7 +212,7 @@ def _hash(text: str) -> str:
 
 
 def _words(facts: Facts) -> dict[str, Any]:
-    """What the page shows, as `diloco_tools.monitor.web.words` has it of a snapshot."""
+    """The texts of the page, in the form of `diloco_tools.monitor.web.words`."""
     tone, ending = ENDINGS[facts.ending]
     many = len(facts.workers) + facts.workers_left_out
     left_out = many - len(facts.workers[:MOST_ROWS])
@@ -227,7 +225,7 @@ def _words(facts: Facts) -> dict[str, Any]:
         "badge": (tone, ending, ""),
         "notice": (UNEASY, "Note", remarks) if remarks else None,
         "facts": [(field.label, [field.part(facts)]) for field in HEADLINE],
-        "counts": f"losses and norms: the last; speeds: the median{more}",
+        "counts": f"last losses and norms, median speeds{more}",
         "rows": [(field.label, [field.part(facts)]) for field in FIGURES],
         "workers": _rows(OF_WORKER, facts.workers[:MOST_ROWS]),
         "empty": "No worker has joined.",
@@ -241,24 +239,24 @@ def _words(facts: Facts) -> dict[str, Any]:
         "panels": [
             _panel("lives", "Starts of the broker", "", OF_LIFE, facts.lives),
             _panel("warnings", "Warnings and errors", "No warnings.", OF_SAID, facts.said)
-            | {"note": "those that differ in numbers alone are one"},
-            _panel("orders", "Operator actions", "None.", OF_ACTION, facts.actions),
-            _panel("changes", "Changes of settings", "None.", OF_CHANGE, facts.changes),
-            _panel("settings", "Settings at the end", "None are recorded.")
+            | {"note": "grouped if they differ only in numbers"},
+            _panel("orders", "Operator actions", "No operator actions.", OF_ACTION, facts.actions),
+            _panel("changes", "Changes of settings", "No changes.", OF_CHANGE, facts.changes),
+            _panel("settings", "Settings at the end", "No settings were recorded.")
             | {"values": [(label, [Part(text)]) for label, text in settings(facts)]},
         ],
     }
 
 
 def _remarks(facts: Facts) -> list[str]:
-    """What a reader has to know before the figures."""
+    """Remarks about the history, and about a run without rounds or without an end."""
     lines = list(facts.remarks)
     if not facts.rounds:
-        lines.append("No round has closed in this history, so there are no curves.")
+        lines.append("No round closed in this history, so there are no curves.")
     if facts.ending == OPEN:
         lines.append(
-            f"The history ends at {moment(facts.ended_at)} UTC without a last line: the broker was "
-            "killed, its machine went down, or it is still running."
+            f"The history ends at {moment(facts.ended_at)} UTC without a last line: the broker is "
+            "running, was killed, or its machine went down."
         )
     return lines
 
@@ -273,7 +271,7 @@ def _titles(fields: Sequence[Field]) -> list[dict[str, str]]:
 
 
 def _rows(fields: Sequence[Field], records: Sequence[Any]) -> list[dict[str, Any]]:
-    """As a table of the page takes them."""
+    """Rows of a table of the page."""
     found: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         cells: list[tuple[str, str, str]] = []
@@ -304,7 +302,7 @@ def _panel(
 
 
 def settings(facts: Facts) -> list[tuple[str, str]]:
-    """Titles and values of the settings that are set, those of the catalogue first."""
+    """Labels and values of the settings, those of the catalogue first."""
     one_fragment = facts.settings.get("num_fragments") in (None, 1)
     names = [*filter(facts.settings.__contains__, SETTINGS), *sorted(facts.settings)]
     return [

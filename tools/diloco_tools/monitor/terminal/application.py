@@ -1,7 +1,7 @@
 """The full screen of diloco-top.
 
-What is shown comes from the feed (or a history) and nothing else: a key asks the broker for something,
-its answer is a sentence in the status line, and the table changes when the feed says so.
+It shows only the feed (or a history). A key sends a command to the broker, whose answer appears in the
+status line; the table changes with the feed.
 """
 
 from __future__ import annotations
@@ -34,39 +34,42 @@ from diloco_protocol.monitor.rows import cells
 from diloco_protocol.quantities import byte_rate, duration, figure, norm, whole
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.monitor.feed.model import FeedModel, Freshness
-from diloco_tools.monitor.feed.series import RunSeries, recent_scale
+from diloco_tools.monitor.feed.series import LARGEST, RunSeries, recent_scale
 from diloco_tools.monitor.orders import Order, kick, orders
 from diloco_tools.monitor.terminal.dialogs import Confirm, Entry, Page, by_rich, details, help_page
 from diloco_tools.monitor.terminal.keys import KEYS, keys_for
-from diloco_tools.monitor.terminal.look import QUIET, STYLES, fitted_to, styled
 from diloco_tools.monitor.terminal.scene import Player, Scene, View
 from diloco_tools.monitor.terminal.text import (
+    MIN_WIDTH,
+    QUIET,
+    STYLES,
     fitted,
+    fitted_to,
     header,
     log_table,
     no_workers,
     rows_for,
     rows_table,
+    styled,
     verdict,
 )
 
-REFRESH_S = 1.2  # without a snapshot for so long ages go on by themselves
-LOOK_S = 0.4  # how often that is looked at
-PLAY_S = 0.1  # how often a replay looks whether the next moment is due
-SAID_FOR_S = 30.0  # a sentence leaves the status line after this
-MIN_WIDTH, MIN_HEIGHT = 80, 24
-TALL = 32  # lines from which there is air, and curves take several lines
-FOUR_CURVES = 110  # columns from which there is room for the norm of the deltas
-LARGEST = 1e100  # of a curve: differences of larger values overflow
+REFRESH_S = 1.2  # without a snapshot the screen is redrawn, to advance ages
+POLL_S = 0.4  # between two checks of that
+PLAY_S = 0.1  # between two checks of a replay
+MESSAGE_S = 30.0  # that a message stays in the status line
+MIN_HEIGHT = 24
+TALL = 32  # lines from which there are margins, and curves take several lines
+FOUR_CURVES = 110  # columns from which the norm of the deltas is shown
 SILENCE = (
-    "No snapshot has arrived from {} yet. Start diloco-broker serve, or give the feed address that "
-    "it printed (the control address has another port). This screen fills as soon as the broker is up."
+    "No snapshot from {} yet. Start diloco-broker serve, or give the feed address that it printed (the "
+    "control address has another port). This screen fills as soon as the broker is up."
 )
 Written = Callable[[float | None], str]
 
 
 class Charset(LineFilter):
-    """Draws with the signs that the terminal has."""
+    """Replaces characters that the terminal lacks."""
 
     def __init__(self, encoding: str) -> None:
         super().__init__()
@@ -77,16 +80,14 @@ class Charset(LineFilter):
 
 
 class Curve(Container):
-    """A figure, what it is now, and how it got there."""
+    """A figure: its current value, and its curve."""
 
     def compose(self) -> ComposeResult:
         yield Static(classes="caption")
         yield Sparkline()
 
-    def show(
-        self, name: str, values: Sequence[float | None], written: Callable[[float | None], str]
-    ) -> None:
-        """Older values beyond the scale of the newer half are cut, and a sign says so."""
+    def show(self, name: str, values: Sequence[float | None], written: Written) -> None:
+        """Older values off the scale of the newer half are clipped and marked."""
         known = [v for v in values if v is not None and abs(v) < LARGEST]
         low, high = recent_scale(known) if known else (0.0, 0.0)
         now = written(values[-1] if values else None)
@@ -102,11 +103,11 @@ class Curve(Container):
 
 
 class Workers(DataTable[Text]):
-    """The table of workers. The marked worker keeps the mark when rows move."""
+    """The table of workers. The mark stays with its worker when rows move."""
 
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0, id="workers")
-        self.can_focus = False  # keys are the screen's
+        self.can_focus = False  # the screen handles keys
         self.listed: list[Worker] = []
 
     @property
@@ -136,17 +137,17 @@ class Top(App[None]):
 
     Args:
         address: of the feed, or the name of the history; shown in the header.
-        feed: what is listened to; None: snapshots come by `heard` (a test) or from `player`.
-        ask: sends a request to a broker and waits; it is called in a thread.
-        control: the control address, where it is not the one that the feed names.
+        feed: the feed to read; None: snapshots come by `heard` or from `player`.
+        ask: sends a command to a broker and waits; called in a thread.
+        control: the control address, if it is not the one in the feed.
         readonly: no key changes the run.
         encoding: of the terminal.
-        clock: seconds, monotonic. All ages are by it.
+        clock: seconds, monotonic; the clock of all ages.
         player: a history to play instead of a feed.
     """
 
     ENABLE_COMMAND_PALETTE = False
-    AUTO_FOCUS = None  # else the filter, though hidden, would take the keys
+    AUTO_FOCUS = None  # otherwise the hidden filter would take the keys
     CSS_PATH = "top.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "quit", show=False, priority=True),
@@ -165,7 +166,7 @@ class Top(App[None]):
         player: Player | None = None,
         colour: bool = True,
     ) -> None:
-        # With the terminal's own colours Textual takes all colour out where NO_COLOR is set.
+        # With the terminal's own colours Textual removes all colour if NO_COLOR is set.
         super().__init__(ansi_color=None if colour else True)
         self._filters.append(Charset(encoding))
         self.title = "diloco-top"
@@ -178,7 +179,7 @@ class Top(App[None]):
         self._asking = ""  # the pending request
         self._listener = Listener(feed, self.heard, self.cannot_read) if feed else None
         self._keys = keys_for(readonly=readonly, replay=player is not None)
-        for key in KEYS:  # those that mean nothing in this mode say so
+        for key in KEYS:  # keys of other modes explain why they do nothing
             shown = key.show and key in self._keys
             self.bind(
                 key.key,
@@ -198,12 +199,12 @@ class Top(App[None]):
         yield Workers()
         yield Static(id="log")
         yield Static(id="status")
-        hint = "filter: part of an id, host, relay, state or health; enter keeps it, esc shows all"
+        hint = "filter by id, host, relay, state or health; enter keeps it, esc shows all"
         yield Input(placeholder=hint, compact=True, id="filter")
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        self.set_interval(LOOK_S if self._player is None else PLAY_S, self._tick)
+        self.set_interval(POLL_S if self._player is None else PLAY_S, self._tick)
         if self._listener is not None:
             self._listener.start()
         self.redraw()
@@ -216,19 +217,19 @@ class Top(App[None]):
         self.set_class(event.size.height >= TALL, "tall")
         self.call_after_refresh(self.redraw)
 
-    # What arrives from outside, in threads of its own.
+    # Calls from other threads.
 
     def heard(self, snapshot: Snapshot) -> None:
-        """Take a snapshot; any thread may call."""
+        """Take a snapshot."""
         self.call_later(self._take, snapshot, self._clock())
 
     def cannot_read(self, error: FeedError) -> None:
-        """Take what is wrong with the feed; any thread may call."""
+        """Take an error of the feed."""
         self.call_later(self._complain, error)
 
     def _complain(self, error: FeedError) -> None:
         self.model.cannot_read(error)
-        if self.model.refusal:  # shown as long as it holds
+        if self.model.refusal:  # shown while it holds
             self.redraw()
         else:
             self.say(str(error), UNEASY)
@@ -245,21 +246,21 @@ class Top(App[None]):
     # Drawing.
 
     def say(self, text: str, tone: str = "") -> None:
-        """Put a sentence into the status line."""
+        """Show a message in the status line."""
         self.said, self._said_at = styled(Part(text, tone)), self._clock()
         self.redraw()
 
     def scene(self) -> Scene:
-        """What the picture is made from."""
+        """The data of the picture."""
         if self._player is not None:
             return self._player.scene(self._address)
         now, model = self._clock(), self.model
         return Scene(model, self.series, now, self._address, readonly=self._readonly)
 
     def redraw(self) -> None:
-        """Draw the picture as it is now."""
+        """Draw the picture."""
         self._drawn_at = self._clock()
-        # A message may come before the widgets are there, or after they are gone.
+        # A message may arrive before the widgets exist, or after they are gone.
         with suppress(LookupError, NoMatches):
             self._draw(self.screen_stack[0])
 
@@ -288,7 +289,7 @@ class Top(App[None]):
                 judged = Text(said, STYLES[UNEASY])
             rows = self.view.rows(snapshot.listed)
             events = 8 if is_tall else 3
-            # Besides the rows: header, verdict, curves, table, log, status, footer.
+            # All but the rows: header, verdict, curves, table, log, status, footer.
             taken = (
                 6 + judged.plain.count("\n") + min(len(rows), 5) + min(events, len(snapshot.events))
             )
@@ -301,7 +302,7 @@ class Top(App[None]):
         show("status", self._status(scene, snapshot, rows))
 
     def _draw_curves(self, base: Screen[object], scene: Scene, snapshot: Snapshot) -> None:
-        """Loss, time of a round (or staleness of a push), network, and the norm if there is room."""
+        """Loss, round time (or staleness), network, and the norm if there is room."""
         closed = [each for _, each in scene.series.rounds] or [snapshot.last_round or LastRound(0)]
 
         def show(name: str, caption: str, values: Sequence[float | None], written: Written) -> None:
@@ -317,8 +318,8 @@ class Top(App[None]):
         base.query_one("#norm").display = self.size.width >= FOUR_CURVES
 
     def _status(self, scene: Scene, snapshot: Snapshot | None, rows: Sequence[Worker]) -> Text:
-        """What was said last, else how the table is sorted and filtered."""
-        if not self._asking and self._clock() - self._said_at > SAID_FOR_S:
+        """The last message, or the order and filter of the table."""
+        if not self._asking and self._clock() - self._said_at > MESSAGE_S:
             self.said = Text()
         if self.said.plain or snapshot is None:
             return self.said
@@ -335,7 +336,7 @@ class Top(App[None]):
     def _tick(self) -> None:
         player = self._player
         if player is None:
-            # Snapshots that come in time draw the picture themselves: once a second is enough.
+            # A snapshot redraws the screen itself: once a second is enough.
             is_due = self._clock() - self._drawn_at >= REFRESH_S
         else:
             before = (player.index, player.playing)
@@ -373,7 +374,7 @@ class Top(App[None]):
         self.redraw()
 
     def action_clear(self) -> None:
-        """Escape: no filter, and nothing in the status line."""
+        """Escape: clear the filter and the status line."""
         self.view.wanted = self.query_one("#filter", Input).value = ""
         self.said = Text()
         self.close_filter()
@@ -394,7 +395,7 @@ class Top(App[None]):
         self.push_screen(Page("diloco-top: keys", help_page(self._keys)))
 
     def action_play(self, move: str, *by: int) -> None:
-        """Go through the history: a method of the player."""
+        """Call a method of the player."""
         if self._player is not None:
             getattr(self._player, move)(*by)
             self.redraw()
@@ -402,12 +403,12 @@ class Top(App[None]):
     # The run.
 
     def _where(self) -> str | None:
-        """The control address if this screen may steer the run; else why not is said."""
+        """The control address if this screen may steer the run; otherwise show why not."""
         known = self.model.snapshot.control if self.model.snapshot is not None else ""
-        unknown = "The feed has not named the control address yet: give --server ADDR."
+        unknown = "The control address is unknown yet: give --server ADDR."
         for holds, why_not, tone in (
-            (self._player, "This is a history: there is nothing to steer.", ""),
-            (self._readonly, "diloco-top was started with --readonly: it changes nothing.", ""),
+            (self._player, "A history cannot be steered.", ""),
+            (self._readonly, "diloco-top was started with --readonly.", ""),
             (self._asking, f"Still waiting for the answer to {self._asking}.", ""),
             (not (self._control or known), unknown, UNEASY),
         ):
@@ -417,7 +418,7 @@ class Top(App[None]):
         return self._control or as_reached(known, self._address)
 
     def _request(self, order: Order) -> None:
-        """Send a request in a thread: the screen goes on, and the answer comes as a message."""
+        """Send a command in a thread, so that the screen stays responsive."""
         address = self._where()
         if address is None:
             return
@@ -426,12 +427,12 @@ class Top(App[None]):
             self.call_later(self._answered, self._ask(address, order.action, order.arguments))
 
         self._asking = order.action
-        self.say(f"{order.action}: waiting for the answer of {address}")
-        # Not a worker of Textual: quitting would wait for the answer.
+        self.say(f"{order.action}: waiting for {address}")
+        # Not a Textual worker: quitting would wait for the answer.
         threading.Thread(target=wait, name="control", daemon=True).start()
 
     def action_order(self, name: str) -> None:
-        """Propose what has this name; of "kick" it is the marked worker."""
+        """Open the dialog of a command; "kick" is for the marked worker."""
         worker, snapshot = self.table.marked, self.scene().snapshot()
         if self._where() is None:
             return
@@ -440,7 +441,7 @@ class Top(App[None]):
         elif worker is not None and snapshot is not None:
             order = kick(worker, snapshot)
         else:
-            self.say("There is no worker to kick.")
+            self.say("No worker is marked.")
             return
         if order.off:
             self.say(order.off)

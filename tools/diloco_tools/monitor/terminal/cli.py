@@ -27,21 +27,19 @@ from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.monitor.feed.replay import read_history
 from diloco_tools.monitor.feed.series import RunSeries
-from diloco_tools.monitor.terminal.look import charset, fitted_to
 from diloco_tools.monitor.terminal.scene import Player, Scene
-from diloco_tools.monitor.terminal.text import MIN_WIDTH, screen
+from diloco_tools.monitor.terminal.text import MIN_WIDTH, charset, fitted_to, screen
 from diloco_tools.terminal import KeysOption, console, fail, keys_of
 
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
-LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed
+POLL_S = 1.0  # with --follow: how soon a silent feed is noticed
 
 app = App()
 
 
 @app.command(
     epilog="Exit codes: 0 the run is healthy or has ended (or the full screen was left), 1 it is "
-    "degraded or has not begun (the reasons are printed), 2 no feed within --timeout, or the command "
-    "line cannot work."
+    "degraded or has not begun (the reasons are printed), 2 no feed within --timeout, or a usage error."
 )
 def top(  # noqa: PLR0913  each is an option
     *,
@@ -51,7 +49,7 @@ def top(  # noqa: PLR0913  each is an option
         bool,
         typer.Option(
             "--once",
-            help="Print one screen of text and exit; so does an output that is no terminal.",
+            help="Print one screen of text and exit; the default if the output is not a terminal.",
         ),
     ] = False,
     as_json: Annotated[
@@ -65,37 +63,37 @@ def top(  # noqa: PLR0913  each is an option
         bool,
         typer.Option(
             "--follow",
-            help="With --json or --once: go on, a line or a screen for each snapshot.",
+            help="With --json or --once: continue, with a line or a screen for each snapshot.",
         ),
     ] = False,
     readonly: Annotated[
         bool, typer.Option("--readonly", help="No key changes the run; the screen says so.")
     ] = False,
     ascii_only: Annotated[
-        bool, typer.Option("--ascii", help="Draw with ASCII signs only.")
+        bool, typer.Option("--ascii", help="Draw with ASCII characters only.")
     ] = False,
     replay: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Show a past run: the history.jsonl in the folder that the broker saved to.",
+            help="Show a past run: the history.jsonl in the broker's save folder.",
         ),
     ] = None,
     server: FeedServerOption = None,
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="How long text and JSON wait for the broker."),
+        typer.Option(metavar="SECONDS", help="Time that text and JSON wait for the broker."),
     ] = 5.0,
     keys: KeysOption = None,
 ) -> None:
-    """Show a DiLoCo run in the terminal: its round, its workers, its traffic; and steer it.
+    """Show and steer a DiLoCo run in the terminal.
 
     Reads the feed of a running diloco-broker. Keys that change the run ask
-    before, and send the change to the broker's control address; ? lists all
-    keys.
+    for confirmation and send a command to the broker's control address; ?
+    lists all keys.
     """
     if not (timeout > 0 and math.isfinite(timeout)):
-        _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
+        _fail(f"--timeout must be a positive number of seconds, got {timeout:g}")
     encoding = "ascii" if ascii_only else charset(sys.stdout.encoding)
     show = _show_json if as_json else partial(_show_text, encoding)
     healthy = True
@@ -107,7 +105,7 @@ def top(  # noqa: PLR0913  each is an option
         where = feed_of(address, feed, server, key)
         name = where if replay is None else str(replay)
         if is_screen:
-            # Only now: it takes a while to import, and text and JSON do without it.
+            # Imported here: it is slow, and text and JSON do not need it.
             from diloco_tools.monitor.terminal.application import Top
 
             picture = Top(
@@ -121,7 +119,7 @@ def top(  # noqa: PLR0913  each is an option
                 colour="NO_COLOR" not in os.environ,
             )
             if history is not None and history.skipped:
-                picture.say(f"{history.skipped} damaged lines of the history were left out.")
+                picture.say(f"Skipped {history.skipped} damaged lines of the history.")
             picture.run()
             return
         if history is not None:
@@ -129,7 +127,7 @@ def top(  # noqa: PLR0913  each is an option
             shown = ((FeedModel(each.snapshot, each.at), each.at) for each in moments)
         else:
             subscriber = FeedSubscriber(where, keys=key)
-            shown = _of_feed(subscriber, timeout, follow, tells_of_silence=not as_json)
+            shown = _of_feed(subscriber, timeout, follow, reports_silence=not as_json)
         for number, (model, now) in enumerate(shown):
             if number and replay is None and not as_json:
                 print()
@@ -142,28 +140,28 @@ def top(  # noqa: PLR0913  each is an option
 
 
 def _of_feed(
-    feed: FeedSubscriber, timeout: float, follow: bool, *, tells_of_silence: bool
+    feed: FeedSubscriber, timeout: float, follow: bool, *, reports_silence: bool
 ) -> Iterator[tuple[FeedModel, float]]:
-    """What arrives, the first or all, as of a time of our clock."""
+    """The model after the first or each snapshot, and the time."""
     model = FeedModel()
-    told: Freshness | None = None
+    shown: Freshness | None = None
     with feed:
         while True:
-            snapshot = feed.receive(timeout if told is None else LOOK_S)
+            snapshot = feed.receive(timeout if shown is None else POLL_S)
             now = time.monotonic()
-            is_news = snapshot is not None and model.update(snapshot, now)
-            if told is None and not is_news:
+            is_new = snapshot is not None and model.update(snapshot, now)
+            if shown is None and not is_new:
                 _fail(_silence(feed, timeout))
-            # Silence is news for people, too: once when the feed turns late, once when it turns stale.
-            if is_news or (tells_of_silence and model.freshness(now) is not told):
-                told = model.freshness(now)
+            # Silence is reported twice: when the feed turns late, and when it turns stale.
+            if is_new or (reports_silence and model.freshness(now) is not shown):
+                shown = model.freshness(now)
                 yield model, now
                 if not follow:
                     return
 
 
 def _show_json(name: str, model: FeedModel, now: float) -> bool:
-    """Print one snapshot for programs; whether the run is healthy."""
+    """Print one snapshot as JSON; returns whether the run is healthy."""
     snapshot, verdict = model.at(now), model.verdict(now)
     assert snapshot is not None
     made = {w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in snapshot.workers}
@@ -177,8 +175,8 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
 
 
 def _show_text(encoding: str, name: str, model: FeedModel, now: float) -> bool:
-    """Print one screen for people; whether the run is healthy."""
-    width = max(MIN_WIDTH, console().width)  # a narrower terminal wraps lines, and loses nothing
+    """Print one screen of text; returns whether the run is healthy."""
+    width = max(MIN_WIDTH, console().width)  # a narrower terminal wraps lines
     scene = Scene(model, RunSeries(), now, name)
     shown = console(width=width)
     with shown.capture() as captured:
@@ -188,7 +186,7 @@ def _show_text(encoding: str, name: str, model: FeedModel, now: float) -> bool:
 
 
 def _is_terminal() -> bool:
-    """Whether a full screen can be drawn: it reads from one stream and draws on another."""
+    """Whether the full screen can run: it needs input and output streams."""
     streams = (sys.stdin, sys.stdout, sys.__stderr__)
     return os.environ.get("TERM") not in ("dumb", "") and all(
         stream is not None and stream.isatty() for stream in streams

@@ -1,4 +1,4 @@
-"""What opens over the full screen: a question, an entry, and pages to read."""
+"""The dialogs and pages over the full screen."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from diloco_protocol.monitor.fields import BAD, OF_WORKER, TOP, UNEASY, columns
 from diloco_protocol.monitor.rows import Listed, cell
 from diloco_protocol.quantities import NONE
 from diloco_tools.monitor.orders import Order, wrong
-from diloco_tools.monitor.terminal.look import QUIET, STYLES
+from diloco_tools.monitor.terminal.text import QUIET, STYLES
 
 
 def by_rich(text: RenderableType) -> RenderableType:
-    """Drawn by Rich: of a bare `Text` Textual takes "yellow" for the colour that CSS calls so."""
+    """Have Rich draw it: in a bare `Text` Textual would use CSS's colours for names such as "yellow"."""
     return Group(text) if text else ""
 
 
 class Confirm(ModalScreen[Order]):
-    """Whether to send an order, with the consequences. Nothing but y is a yes."""
+    """Asks whether to send a command; only y confirms."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", priority=True),
@@ -59,7 +59,7 @@ class Confirm(ModalScreen[Order]):
 
 
 class Entry(Confirm):
-    """The same where something has to be typed: a word that says that it is meant, or a new value."""
+    """Asks for a typed confirmation, or for a new value."""
 
     AUTO_FOCUS = "Input"
 
@@ -68,7 +68,7 @@ class Entry(Confirm):
             yield Static(Text.assemble("Type ", (self.order.typed, "bold"), " and press enter."))
         yield Input(placeholder=f"{self.order.now} → ?" if self.order.setting else "", compact=True)
         yield Static(id="wrong")
-        label = "set it" if self.order.setting else self.order.label.lower()
+        label = "set" if self.order.setting else self.order.label.lower()
         yield Static(choices(("enter", label), ("esc", "cancel")))
 
     @on(Input.Submitted)
@@ -84,7 +84,7 @@ class Entry(Confirm):
 
 
 class Page(ModalScreen[None]):
-    """Something to read."""
+    """A page of text."""
 
     AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -103,13 +103,13 @@ class Page(ModalScreen[None]):
 
 
 def choices(*of: tuple[str, str]) -> Text:
-    """Keys that answer, and what each does."""
+    """The keys of a dialog, with their labels."""
     parts = (Text.assemble((key, "bold"), (f" {label}", QUIET)) for key, label in of)
     return Text("   ").join(parts)
 
 
 def details(listed: Listed) -> Table:
-    """Everything that the feed says about one worker."""
+    """All figures of one worker."""
     worker = listed.worker
     rows = [("Process", str(worker.pid))] if worker.pid else []
     for field in OF_WORKER:
@@ -128,7 +128,7 @@ def details(listed: Listed) -> Table:
 
 
 def help_page(keys: Sequence[Binding]) -> Table:
-    """All keys of this mode, and what the columns mean."""
+    """All keys of this mode, and the meaning of the columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="bold", min_width=11)
     for key in keys:
@@ -136,9 +136,9 @@ def help_page(keys: Sequence[Binding]) -> Table:
             table.add_row(key.key_display, key.tooltip)
     table.add_row("", "")
     words = {field.title.upper(): field.help for field in columns(TOP)} | {
-        "~": "before inner steps: estimated from the worker's pace since its last report",
-        "curves": "scaled by their newer half; ↑ ↓ mark older values beyond that",
-        "LIVE": "data under 3 s old; LATE up to 10 s; then STALE",
+        "~": "inner steps estimated from the worker's pace since its last report",
+        "curves": "scaled to their newer half; ↑ ↓ mark older values off the scale",
+        "LIVE": "data less than 3 s old; LATE up to 10 s; then STALE",
     }
     for word, meaning in words.items():
         table.add_row(word, meaning)

@@ -1,4 +1,4 @@
-"""What a picture is made from: the run or a moment of a past one, and what somebody chose. Pure."""
+"""The data of a picture: the run or a moment of a past one, and the user's choices. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
 from diloco_tools.monitor.feed.replay import Moment
 from diloco_tools.monitor.feed.series import RunSeries
 
-POINTS = 256  # moments before the one shown, from which the curves are drawn: a jump takes a moment
+POINTS = 256  # moments in the curves of a replay; bounds the time of a jump
 SPEEDS = (1, 2, 5, 10, 20, 50, 100)  # moments a second
 # fmt: off
 _SORTED = (
@@ -26,7 +26,7 @@ ORDERS = [field for field in columns(TOP) if field.path in _SORTED]
 
 @dataclass(frozen=True)
 class Scene:
-    """The run as of `now`, live or a moment of a replay."""
+    """The run at `now`, live or in a replay."""
 
     model: FeedModel
     series: RunSeries
@@ -43,17 +43,14 @@ class Scene:
         return self.model.at(self.now)
 
     def listed(self, workers: Sequence[Worker]) -> list[Listed]:
-        """The workers with what is known of them beside the feed."""
+        """The workers with their computed figures."""
         snapshot, fresh = self.snapshot(), self.fresh
-        assert snapshot is not None, "it has the workers"
+        assert snapshot is not None
         return [listed(snapshot, each, fresh, self.series.rate_of(each.id)) for each in workers]
 
 
 class Player:
-    """One moment of a history, and the curves up to it. `clock` gives seconds, monotonic.
-
-    Begins to play at the first moment; there has to be one.
-    """
+    """Plays the moments of a history, from the first; there must be one. `clock` is in seconds."""
 
     def __init__(self, moments: Sequence[Moment], clock: Callable[[], float]) -> None:
         self.moments = moments
@@ -61,12 +58,8 @@ class Player:
         self.playing = len(moments) > 1
         self._speed = 2
         self._clock, self._since = clock, clock()
-        self._drawn = -1  # the moment that the series are at
+        self._drawn = -1  # the last moment in the series
         self._series = RunSeries()
-
-    @property
-    def moment(self) -> Moment:
-        return self.moments[self.index]
 
     @property
     def speed(self) -> int:
@@ -74,7 +67,7 @@ class Player:
         return SPEEDS[self._speed]
 
     def tick(self) -> None:
-        """Go on as far as the time that has passed asks for; the end stops the play."""
+        """Advance by the elapsed time; stops at the end."""
         if not self.playing:
             return
         steps = int((self._clock() - self._since) * self.speed)
@@ -84,14 +77,14 @@ class Player:
             self.playing = False
 
     def toggle(self) -> None:
-        """Play or stop; at the end, play from the beginning."""
+        """Play or stop; at the end, restart."""
         if not self.playing and self.index == len(self.moments) - 1:
             self._go(0)
         self.playing = not self.playing and len(self.moments) > 1
         self._since = self._clock()
 
     def step(self, by: int) -> None:
-        """Stop, and show a moment before or behind."""
+        """Stop, and show an earlier or later moment."""
         self.playing = False
         self._go(self.index + by)
 
@@ -102,22 +95,22 @@ class Player:
         self.step(len(self.moments))
 
     def faster(self, by: int) -> None:
-        """Up the list of speeds by this many; down if it is negative."""
+        """Move by this many places in the list of speeds."""
         self._speed = max(0, min(len(SPEEDS) - 1, self._speed + by))
         self._since = self._clock()
 
     def scene(self, address: str) -> Scene:
-        """What is known at this moment."""
-        start = self._drawn + 1
+        """The scene of this moment."""
+        start, moment = self._drawn + 1, self.moments[self.index]
         if not 0 <= self._drawn <= self.index <= self._drawn + POINTS:
             self._series = RunSeries()
             start = max(0, self.index + 1 - POINTS)
-        for moment in self.moments[start : self.index + 1]:
-            self._series.update(moment.snapshot, moment.at)
+        for each in self.moments[start : self.index + 1]:
+            self._series.update(each.snapshot, each.at)
         self._drawn = self.index
-        # A model of its own for each moment: going back is no older snapshot, it is another time.
-        model, at = FeedModel(self.moment.snapshot, self.moment.at), self.moment.at
-        return Scene(model, self._series, at, address, replay=self)
+        # A new model for each moment, since one model takes only newer snapshots.
+        model = FeedModel(moment.snapshot, moment.at)
+        return Scene(model, self._series, moment.at, address, replay=self)
 
     def _go(self, index: int) -> None:
         self.index = max(0, min(len(self.moments) - 1, index))
@@ -125,7 +118,7 @@ class Player:
 
 @dataclass
 class View:
-    """What the person at the screen has chosen: order and filter."""
+    """The user's choices: order and filter of the table."""
 
     order: int = 0  # of `ORDERS`
     reverse: bool = False
@@ -144,18 +137,18 @@ class View:
         self.reverse = False
 
     def rows(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Those that pass the filter, in order; equal ones by id, unknown ones last."""
+        """The workers that match the filter, in order; equal ones by id, unknown ones last."""
         wanted = self.wanted.casefold()
 
-        def passes(each: Worker) -> bool:
-            told = (each.id, each.host, each.via, each.state, each.health)
-            return any(wanted in text.casefold() for text in told)
+        def matches(each: Worker) -> bool:
+            texts = (each.id, each.host, each.via, each.state, each.health)
+            return any(wanted in text.casefold() for text in texts)
 
         def place(each: Worker) -> tuple[bool, Any]:
             key = sort_key(self.by, Listed(each))
-            # NaN would be in no order at all.
+            # NaN has no order.
             is_known = key is not None and not (isinstance(key, float) and math.isnan(key))
             return (is_known == self.reverse, key if is_known else 0)
 
-        shown = sorted(filter(passes, workers), key=lambda each: each.id)
+        shown = sorted(filter(matches, workers), key=lambda each: each.id)
         return sorted(shown, key=place, reverse=self.reverse)

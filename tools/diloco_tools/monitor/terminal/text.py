@@ -1,11 +1,15 @@
-"""The parts of a picture as Rich renderables, and the one screen of `--once`. Pure."""
+"""The parts of a picture as Rich renderables, and the screen of `--once`. Pure.
+
+Every condition has a sign beside its colour.
+"""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -24,41 +28,88 @@ from diloco_protocol.monitor.fields import (
 )
 from diloco_protocol.monitor.rows import Row, cells, rows_of
 from diloco_protocol.quantities import NONE, duration, moment, parameters, plural
-from diloco_tools.monitor.terminal.look import (
-    FRESHNESS,
-    QUIET,
-    STYLES,
-    clipped,
-    marked,
-    on_one_line,
-    styled,
-)
 from diloco_tools.monitor.terminal.scene import Scene
 
-LABEL = 12  # columns of a row's label and of an event's age, the gap included
+QUIET = "dim"
+STYLES = {"": "", GOOD: "green", UNEASY: "yellow", BAD: "red"}  # of tones
+SIGNS = {GOOD: "●", UNEASY: "◐", BAD: "○"}
+# Replacements of equal width for terminals without a sign.
+ASCII = str.maketrans("●◐○—…→←▶↑↓▁▂▃▄▅▆▇█│─╭╮╰╯", "+!x-~><>^v_.:-=+*#|-++++")
+LABEL = 12  # columns of a row's label and of an event's age, with the gap
 MIN_WIDTH = 80
 LAST_EVENTS, LAST_REJECTIONS = 5, 3
-REASONS = 6  # of a degraded run; the table has the rest
-NAMED_REPLAY = 98  # columns from which the header of a replay has room for our name
+REASONS = 6  # of a degraded run; the table shows the rest
+NAMED_REPLAY = 98  # columns from which the header of a replay has our name
 # fmt: off
-# Rows that a small window shows first; the others follow in the order of `rows_of`.
+# Rows in the order of their importance in a small window; others follow as in `rows_of`.
 FIRST = (
     "round", "pushes", "workers", "state", "rejected", "checkpoint", "commands", "end", "relays",
     "standby", "data", "outer", "broker", "last", "model",
 )
-# Columns of the table that give way where there is no room, the highest rank first; any other stays.
+# Columns that are dropped to fit a narrow window, the highest rank first; others stay.
 RANKS = {
     "tokens": 9, "delta_norm": 9, "step": 8, "bytes_up": 7, "bytes_down": 7, "pushes": 6,
     "sync_age_s": 4, "rejected": 3, "via": 1, "state": 2, "rate_up": 1, "rate_down": 1,
 }
 # fmt: on
-NAMES_FIRST = 3  # columns of this rank and above give way before a name is cut
-LEAST = {"id": 8, "host": 6}  # columns that may be cut, and to what
+NAMES_FIRST = 3  # columns of this rank and above are dropped before a name is cut
+LEAST = {"id": 8, "host": 6}  # columns that may be cut, and their least width
 MOST = {"id": 32, "host": 24, "via": 24}
 
 
+def charset(name: str | None) -> str:
+    """The encoding of a terminal; ASCII if unknown."""
+    try:
+        return codecs.lookup(name or "utf-8").name
+    except LookupError:
+        return "ascii"
+
+
+def fitted_to(encoding: str, text: str) -> str:
+    """`text` with the characters that the encoding lacks replaced, in as many columns."""
+
+    def known(sign: str) -> str:
+        try:
+            sign.encode(encoding)
+        except UnicodeEncodeError:
+            return "?" * cell_len(sign)
+        return sign
+
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return "".join(map(known, text.translate(ASCII)))
+    return text
+
+
+def styled(part: Part) -> Text:
+    """A part of a row in its colour."""
+    return Text(part.text, STYLES.get(part.tone, ""))
+
+
+def marked(part: Part) -> Text:
+    """A condition with its sign, which says the same as its colour."""
+    return Text(f"{SIGNS.get(part.tone, SIGNS[UNEASY])} {part.text}", STYLES[part.tone])
+
+
+def clipped(text: str, cells: int) -> str:
+    """`text` in at most `cells` columns, cut in the middle: names differ at both ends."""
+    if cell_len(text) <= cells:
+        return text
+    head = (cells - 1) // 2
+    end = text[head + 1 - cells :] if cells > head + 1 else ""
+    while cell_len(end) > cells - 1 - head:
+        end = end[1:]
+    return set_cell_size(text, head) + "…" + end if cells > 0 else ""
+
+
+def on_one_line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
 def grid() -> Table:
-    """Labels at the left, the rest beside them."""
+    """A table of labels and values."""
     made = Table.grid(expand=True)
     made.add_column(width=LABEL, no_wrap=True)
     made.add_column(ratio=1)
@@ -66,10 +117,10 @@ def grid() -> Table:
 
 
 def header(scene: Scene, width: int, *, is_coloured: bool = False) -> Table:
-    """Whose run this is, and at the other end how much to believe of it.
+    """The name of the run on the left, the state of the feed on the right.
 
     Args:
-        is_coloured: the whole line has a colour, on which no other can be read.
+        is_coloured: the whole line has a background colour, so the text must not.
     """
     snapshot = scene.model.snapshot
     words = []
@@ -89,11 +140,11 @@ def header(scene: Scene, width: int, *, is_coloured: bool = False) -> Table:
 
 
 def _feed(scene: Scene) -> Text:
-    """Where a replay is, or what is known of the feed."""
+    """The position of a replay, or the state of the feed."""
     if (replay := scene.replay) is not None:
         pace = f"▶ x{replay.speed}" if replay.playing else "stopped"
         place = f"{replay.index + 1}/{len(replay.moments)} {pace}"
-        return Text(f"REPLAY {moment(replay.moment.at)} UTC  {place}", STYLES[UNEASY])
+        return Text(f"REPLAY {moment(scene.now)} UTC  {place}", STYLES[UNEASY])
     model, snapshot = scene.model, scene.model.snapshot
     is_open = snapshot is not None and snapshot.security == INSECURE
     said = [
@@ -104,11 +155,11 @@ def _feed(scene: Scene) -> Text:
     ]
     text = Text.assemble(*((f"{word}  ", style) for word, style in said if word))
     age = "" if snapshot is None else f" {duration(model.age_s(scene.now))}"
-    return text + marked(Part(scene.fresh.name + age, FRESHNESS[scene.fresh]))
+    return text + marked(Part(scene.fresh.name + age, scene.fresh.value))
 
 
 def verdict(scene: Scene, most: int) -> Text:
-    """How the run is, with at most `most` reasons, each on a line of its own."""
+    """The verdict, with at most `most` reasons, one per line."""
     found = scene.model.verdict(scene.now)
     text = marked(Part(found.word.upper(), GOOD if found.healthy else UNEASY))
     reasons, indent = list(found.reasons), " " * (text.cell_len + 2)
@@ -120,7 +171,7 @@ def verdict(scene: Scene, most: int) -> Text:
 
 
 def rows_table(rows: Sequence[Row], *, wraps: bool) -> Table:
-    """Rows, each on as many lines as it needs or (without `wraps`) on one."""
+    """Rows; without `wraps` each on one line."""
     made = grid()
     for row in rows:
         parts = Text(", ").join(map(styled, row.parts))
@@ -129,7 +180,7 @@ def rows_table(rows: Sequence[Row], *, wraps: bool) -> Table:
 
 
 def rows_for(snapshot: Snapshot, most: int | None = None) -> list[Row]:
-    """The rows of a run that trains need not say so; the `most` that come first, in their order."""
+    """The `most` important rows, in their order, without the state "training"."""
     rows = [row for row in rows_of(snapshot, TOP) if row.text != "training"]
     if most is None or len(rows) <= most:
         return rows
@@ -139,7 +190,7 @@ def rows_for(snapshot: Snapshot, most: int | None = None) -> list[Row]:
 
 
 def log_table(snapshot: Snapshot, most: int, *, wraps: bool = True) -> Table:
-    """Ages and sentences of the newest rejections and events, the newest last."""
+    """Ages and texts of the newest rejections and events, the newest last."""
     rejections = sorted(snapshot.rejections, key=lambda each: each.age_s)[:LAST_REJECTIONS]
     found = [
         (each.age_s, 0, f"rejected {each.worker}: {each.text or each.code}", UNEASY)
@@ -162,7 +213,7 @@ def no_workers(snapshot: Snapshot) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table that has room."""
+    """A column of the table and its width."""
 
     field: Field
     width: int
@@ -176,13 +227,13 @@ class Column:
         return self._placed(styled(part._replace(text=clipped(part.text, self.width))))
 
     def _placed(self, text: Text) -> Text:
-        text.truncate(self.width)  # a state of absurd length
+        text.truncate(self.width)
         text.align("left" if self.field.format == "text" else "right", self.width)
         return text
 
 
 def fitted(rows: Sequence[dict[str, Part]], width: int) -> list[Column]:
-    """The columns that have room in `width`, with one blank between them."""
+    """The columns that fit into `width`, with one blank between them."""
 
     def natural(field: Field) -> int:
         widest = max((cell_len(row[field.path].text) for row in rows), default=0)
@@ -197,7 +248,7 @@ def fitted(rows: Sequence[dict[str, Part]], width: int) -> list[Column]:
     sizes = {field.path: natural(field) for field in kept}
 
     def excess(least: dict[str, int]) -> int:
-        """How much too wide the columns are, once names are cut to these widths."""
+        """By how much the columns are too wide, with names cut to these widths."""
         widths = (min(sizes[field.path], least.get(field.path, 999)) for field in kept)
         return sum(widths) + len(kept) - 1 - width
 
@@ -212,7 +263,7 @@ def fitted(rows: Sequence[dict[str, Part]], width: int) -> list[Column]:
 
 
 def screen(scene: Scene, width: int) -> Group:
-    """The whole picture of `--once`; `width` is at least `MIN_WIDTH`."""
+    """The picture of `--once`; `width` is at least `MIN_WIDTH`."""
     snapshot = scene.snapshot()
     parts: list[RenderableType] = [header(scene, width), verdict(scene, REASONS)]
     if snapshot is None:

@@ -1,9 +1,9 @@
 """The dashboard as an ASGI app: the page, its figures, and one way to change something.
 
-GET  /, /assets/NAME        the page; no figures in it, so it needs no token
-GET  /api/session           what this dashboard is, and whether the token given may steer
+GET  /, /assets/NAME        the page, without figures, so it needs no token
+GET  /api/session           the kind of this dashboard, and whether the token may steer
 GET  /api/state             the newest snapshot and the plots as JSON, for programs
-GET  /api/state?after=T     the same for a page that has the points up to T, in words
+GET  /api/state?after=T     the same as texts, for a page that has the points up to T
 GET  /api/replay[/INDEX]    a recorded run: its outline, one of its moments
 POST /api/control           {"action": ...} with the token; answered with {"ok", "text"}
 """
@@ -35,14 +35,14 @@ from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
 from diloco_tools.monitor.web.source import FeedSource, ReplaySource
 from diloco_tools.monitor.web.words import titles
 
-LONGEST_BODY = 4096  # bytes: the longest order is a worker's name
+LONGEST_BODY = 4096  # bytes; the longest order contains a worker's name
 BODY_S = 5.0  # seconds for a body of that size to arrive
-MOST_ORDERS = 4  # at once; each holds a thread until the broker answers
-GRACE_S = 1  # for answers that are under way at the end
+MOST_ORDERS = 4  # at once; each occupies a thread until the broker answers
+GRACE_S = 1  # seconds for answers in progress at the end
 MOST_CONNECTIONS = 128
 LARGEST_HEADERS = 16 << 10  # bytes
 RECORDED = "This is a recorded run; nothing can be changed."
-# The actions of a page, and their arguments: those that are asked for, and, of "set", any of these.
+# The actions of a page with their arguments; "set" takes any of these.
 ACTIONS: Mapping[str, Sequence[str]] = {
     "save": (),
     "kick": ("worker",),
@@ -63,9 +63,7 @@ KINDS = {
 
 
 class Dashboard:
-    """A feed or a recorded run, served to whom `policy` lets in; `control` is where it is steered, and
-    `keys` what it shows there.
-    """
+    """A feed or a recorded run, served as `policy` allows; `keys` steer the broker at `control`."""
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class Dashboard:
         self._keys = keys
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
-        # Made at the start: no request waits for it, or has it made again.
+        # Made once, at the start, so that no request waits for it.
         self._outline = replay.outline() if replay else ""
 
     async def asset(self, request: Request) -> Response:
@@ -114,7 +112,7 @@ class Dashboard:
         try:
             body = self.feed.state(None if after is None else float(after))
         except ValueError:
-            raise Refusal(400, "after= takes the clock of an earlier answer.") from None
+            raise Refusal(400, "after= must be the clock of an earlier answer.") from None
         return Response(body, media_type="application/json")
 
     async def outline(self, _request: Request) -> Response:
@@ -135,7 +133,7 @@ class Dashboard:
         if kind != "application/json":
             raise Refusal(415, "Orders are JSON: send Content-Type: application/json.")
         if self._orders.locked():
-            raise Refusal(429, f"{MOST_ORDERS} orders wait for the broker already; try again.")
+            raise Refusal(429, f"{MOST_ORDERS} orders already wait for the broker; try again.")
         async with self._orders:
             feed = self.feed
             if feed is None:
@@ -143,8 +141,7 @@ class Dashboard:
             action, arguments = read_order(await _json_body(request), feed.model.snapshot)
             address = steering_address(self.control, feed.model.snapshot, feed.address)
             if address is None:
-                text = "The broker has not said yet where it is steered; wait for its feed."
-                raise Refusal(503, text)
+                raise Refusal(503, "The control address is unknown until the feed is heard.")
             who = f"{this_user()}, dashboard"
             answer = await run_in_threadpool(
                 ask_once, address, action, arguments, who=who, keys=self._keys
@@ -156,7 +153,7 @@ class Dashboard:
 
 
 def application(dashboard: Dashboard) -> ASGIApp:
-    """The page, with the policy around it: its refusals, and its headers on every answer."""
+    """The page behind the policy, whose headers are on every answer."""
     routes = [
         Route("/", dashboard.asset),
         Route("/assets/{name}", dashboard.asset),
@@ -182,7 +179,7 @@ def application(dashboard: Dashboard) -> ASGIApp:
         refusal = policy.of_request(headers)
         if scope["path"].startswith("/api/"):
             refusal = refusal or policy.of_api(headers)
-            if scope["path"] != "/api/session":  # which says itself what is wrong with a token
+            if scope["path"] != "/api/session":  # which itself says why a token is refused
                 refusal = refusal or policy.of_reading(headers)
 
         async def dressed(message: Message) -> None:
@@ -199,12 +196,12 @@ def application(dashboard: Dashboard) -> ASGIApp:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """A refusal of ours, or what no route answers: 404, 405."""
+    """The answer to a refusal of ours, or to a request that no route accepts (404, 405)."""
     if isinstance(error, HTTPException):
         where = request.url.path[:80]
         error = Refusal(error.status_code, f"{request.method} {where!a}: {error.detail}.")
     assert isinstance(error, Refusal)
-    # The body of a refused request may still be on its way: nothing else comes after it here.
+    # The body of a refused request may still arrive, so the connection cannot be used again.
     body = {"ok": False, "text": error.text}
     return JSONResponse(body, error.status, {"connection": "close"})
 
@@ -227,7 +224,7 @@ async def _json_body(request: Request) -> object:
 
 
 def _assets() -> dict[str, tuple[bytes, str]]:
-    """What the page is made of, by name; read once, so that no request names a file."""
+    """The files of the page by name; read once, so that no request names a file."""
     folder = resources.files("diloco_tools.monitor.web") / "assets"
     return {
         item.name: (item.read_bytes(), KINDS[item.name.rpartition(".")[2]])
@@ -239,10 +236,10 @@ def _assets() -> dict[str, tuple[bytes, str]]:
 def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[str, Any]]:
     """The action and its arguments from the JSON of a request: {"action": ..., argument: value, ...}.
 
-    Their values are the broker's to check. `shutdown` has to name the run in `confirm`.
+    The broker checks their values. `shutdown` must name the run in `confirm`.
 
     Raises:
-        Refusal: anything else than a known action with its arguments.
+        Refusal: it is not a known action with its arguments.
     """
     if not isinstance(document, dict):
         raise Refusal(400, 'The request is not a JSON object such as {"action": "save"}.')
@@ -261,7 +258,7 @@ def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[s
 
 
 def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) -> str | None:
-    """Where the broker is steered: as `given`, else as its feed says; None while unknown."""
+    """The control address: `given`, else that of the feed; None while unknown."""
     if given is not None:
         return given
     bound = snapshot.control if snapshot is not None else ""
@@ -269,13 +266,13 @@ def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) ->
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
-    """uvicorn, made to end at once by `should_exit = True`, whatever pages are open."""
+    """uvicorn; `should_exit = True` ends it at once, even with open pages."""
     config = uvicorn.Config(
         app,
         http="h11",
         ws="none",
         lifespan="off",
-        access_log=False,  # it would have the token in it
+        access_log=False,  # it would contain the token
         log_level="critical",
         server_header=False,
         proxy_headers=False,
@@ -290,7 +287,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one.
 
     Raises:
-        OSError: the name is unknown, or the address is not to be had.
+        OSError: the name is unknown, or the address is not free.
     """
     family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

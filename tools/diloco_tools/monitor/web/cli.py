@@ -22,7 +22,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_protocol.roles import Role
 from diloco_tools.monitor.web.security import EVERYWHERE, Policy, new_token
-from diloco_tools.terminal import KeysOption, fail, keys_of
+from diloco_tools.terminal import HostOption, KeysOption, check_host, fail, keys_of
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -42,9 +42,7 @@ def dashboard(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the page; 0 takes a free one.")
     ] = DEFAULT_PORT,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
-    ] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     readonly: Annotated[
         bool, typer.Option("--readonly", help="Only show; nothing can be changed from the page.")
     ] = False,
@@ -56,8 +54,8 @@ def dashboard(
         bool,
         typer.Option(
             "--insecure",
-            help="Listen on an address that other machines reach. The page, the token and all "
-            "figures cross the network unencrypted; an SSH tunnel is the better way.",
+            help="Listen on an address that other machines reach. The page and the token cross the "
+            "network unencrypted; prefer an SSH tunnel.",
         ),
     ] = False,
     keys: KeysOption = None,
@@ -65,24 +63,19 @@ def dashboard(
         bool,
         typer.Option(
             "--lifeline",
-            hidden=True,  # for a program that starts this one, and must not leave it behind
+            hidden=True,  # for programs that start this one, so that it ends with them
             help="End as soon as standard input is closed.",
         ),
     ] = False,
 ) -> None:
     """Show a DiLoCo run on a web page, and steer it from there.
 
-    Prints the address to open. Without the token in it the page only shows.
+    Prints the address to open. Without the token in it the page is read-only.
 
-    It goes on when the broker is gone, and shows it again when it is back.
+    It keeps running while the broker is down, and reconnects.
     """
-    if not is_loopback(host) and not insecure:
-        _fail(
-            f"{host} can be reached from other machines and the page is not encrypted: use an SSH "
-            "tunnel (ssh -L 8514:127.0.0.1:8514 HOST), or add --insecure"
-        )
     if replay is not None and control is not None:
-        _fail("--replay shows a past run, there is nothing to steer: leave --server out")
+        _fail("--replay shows a past run, which cannot be steered: leave out --server")
     try:
         from diloco_tools.monitor.web.app import Dashboard, application, listen, server_of
         from diloco_tools.monitor.web.source import FeedSource, ReplaySource
@@ -92,11 +85,11 @@ def dashboard(
             raise
         _fail(f"{package} is not installed: pip install 'diloco-broker[dashboard]'")
 
-    # Before anything is open: a signal ends the program cleanly whenever it comes.
-    # While uvicorn serves, it has handlers of its own.
+    # First of all, so that a signal ends the program cleanly at any time; uvicorn installs its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
+        check_host(host, DEFAULT_PORT, insecure=insecure)
         key = None if replay is not None else keys_of(keys, steers=not readonly)
         past = ReplaySource.of_file(replay) if replay is not None else None
         where = feed_of(address, feed, control, key)
@@ -105,7 +98,7 @@ def dashboard(
         _fail(str(error))
     reader = None if key is None or key.peer.role is Role.OPERATOR else key.peer
     only_shows = readonly or replay is not None or reader is not None
-    # Elsewhere than on loopback the token is for looking, too.
+    # On an address that other machines reach, reading needs the token too.
     token = None if is_loopback(host) and only_shows else new_token()
     page = Dashboard(Policy(host, token, readonly, reader), source, past, control, key)
     with source or nullcontext():
@@ -113,8 +106,8 @@ def dashboard(
             listening = listen(host, port)
         except OSError as error:
             _fail(
-                f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, "
-                "or --port 0 for a free one, may do"
+                f"cannot listen on {host} port {port} ({error.strerror or error}): choose another "
+                "--port, or --port 0 for a free one"
             )
         server = server_of(application(page))
         if lifeline:
@@ -124,7 +117,7 @@ def dashboard(
 
 
 def _address(listening: socket.socket, host: str, token: str | None) -> str:
-    """What to open in a browser."""
+    """The address to open in a browser."""
     name = "localhost" if host in EVERYWHERE else host
     shown = f"[{name}]" if ":" in name else name
     query = f"?token={token}" if token is not None else ""

@@ -4,10 +4,10 @@ A page on any other site can make a browser send requests to this machine. Three
 
     Host     must name this machine, so a foreign name that resolves to it (DNS rebinding) is refused
     Origin   where a browser sends one, or Sec-Fetch-Site, must be this page's own
-    token    steering takes `Authorization: Bearer TOKEN`. For a page of another site browsers send that
-             header only after asking leave, which is never granted; and there is no cookie to add
+    token    steering needs `Authorization: Bearer TOKEN`. For a page of another site browsers send that
+             header only after a preflight request, which is refused; and cookies are not used
 
-Reading needs the token too, once the dashboard is bound to an address that others can reach.
+Reading needs the token too if the dashboard is bound to an address that other machines reach.
 """
 
 import hmac
@@ -21,7 +21,7 @@ from diloco_protocol.addresses import is_loopback
 from diloco_protocol.roles import Peer
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-EVERYWHERE = frozenset({"0.0.0.0", "::"})  # addresses that mean all of this machine's
+EVERYWHERE = frozenset({"0.0.0.0", "::"})  # all addresses of this machine
 OWN_SITE = frozenset({"same-origin", "none"})  # "none": typed into the address bar
 
 HEADERS = {
@@ -39,7 +39,7 @@ HEADERS = {
 
 
 class Refusal(Exception):
-    """A refused request: an HTTP status and a sentence."""
+    """A refused request, with an HTTP status and a reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
 
 def new_token() -> str:
-    return secrets.token_urlsafe(32)  # 256 bits: too many to guess, so guesses are not counted
+    return secrets.token_urlsafe(32)  # 256 bits: too many to guess, so guesses are not limited
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -59,13 +59,13 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True)
 class Policy:
-    """What this dashboard lets through.
+    """The requests that this dashboard allows.
 
     Attributes:
-        host: what it is bound to.
+        host: the address it is bound to.
         token: None matches no request.
         readonly: nothing may be changed.
-        reader: the owner of its key, where that is not an operator's.
+        reader: the owner of its key, if that is not an operator's.
     """
 
     host: str
@@ -76,18 +76,18 @@ class Policy:
     def of_request(self, headers: Mapping[str, str]) -> Refusal | None:
         """Rules for every request; `headers` by lower-case name."""
         name = _host_name(headers.get("host", ""))
-        # Bound to all addresses: any number will do, a name might be a stranger's.
+        # Bound to all addresses: any IP address is accepted, a name might be another site's.
         is_ours = self.host in EVERYWHERE and _address(name) is not None
         if is_ours or name in LOOPBACK_NAMES or name == self.host.lower():
             return None
         return Refusal(
             421,
-            f"Host header {name[:80]!r} is not allowed. Open the page as localhost, or by the address "
+            f"Host header {name[:80]!r} is not allowed. Open the page as localhost, or at the address "
             "given with --host.",
         )
 
     def of_api(self, headers: Mapping[str, str]) -> Refusal | None:
-        """Further rules for whatever holds figures or changes something."""
+        """Further rules for requests that read or change the run."""
         host = headers.get("host", "").lower()
         own = (f"http://{host}", f"https://{host}")
         origin = headers.get("origin")
@@ -97,7 +97,7 @@ class Policy:
         return None
 
     def of_reading(self, headers: Mapping[str, str]) -> Refusal | None:
-        """On an address that others reach, reading takes the token too."""
+        """On an address that other machines reach, reading needs the token too."""
         if is_loopback(self.host) or self._has_token(headers):
             return None
         return Refusal(
@@ -131,12 +131,12 @@ class Policy:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if self.token is None or scheme.lower() != "bearer":
             return False
-        # Bytes: compare_digest takes no other than ASCII as text.
+        # As bytes: compare_digest accepts only ASCII as text.
         return hmac.compare_digest(given.strip().encode(), self.token.encode())
 
 
 def _host_name(header: str) -> str:
-    """The host of a Host header, in lower case, without port and brackets; "" if it is none."""
+    """The host of a Host header, in lower case, without port and brackets; "" if it is invalid."""
     try:
         parts = urlsplit(f"//{header}")
         _ = parts.port  # raises where the port is not a number

@@ -1,10 +1,10 @@
-"""Where the page's figures come from: a feed that a thread listens to, or a recorded run.
+"""Sources of the page's figures: a feed that a thread listens to, or a recorded run.
 
-Many pages look at one `FeedSource`. It keeps the newest snapshot and bounded series, and nothing for
-a page: each page asks once a second, and says up to when it has the points.
+Many pages share one `FeedSource`. It keeps the newest snapshot and bounded series, and no state of a
+page: each page asks once a second, and says up to which time it has the points.
 
-What a page is sent is strict JSON. Times leave here as seconds before the moment of sending, so the page
-adds what its own clock has counted since; the clocks of two machines are never compared.
+Answers are strict JSON. Their times are seconds before the moment of sending, to which the page adds the
+time since; the clocks of two machines are never compared.
 """
 
 import json
@@ -26,7 +26,7 @@ from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.web.words import live_words, words
 
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
-REPLAY_POINTS = 2_000  # moments of a recorded run that are plotted: more than a plot has columns
+REPLAY_POINTS = 2_000  # plotted moments of a recorded run: more than a plot has columns
 
 
 class FeedSource(FeedWatcher):
@@ -36,13 +36,13 @@ class FeedSource(FeedWatcher):
         super().__init__(address, self._cannot_read, self._note, keys)
         self._series = RunSeries(points=POINTS)
         self._problem: str | None = None
-        self._recalled_at = -math.inf  # when the past was read: pages lack it that are older
-        self._encoded = (0, "null")  # `received` and JSON of the newest picture that was asked for
-        # The moment of the newest words, the verdict then, and their JSON.
+        self._recalled_at = -math.inf  # when the past was read; older pages lack it
+        self._encoded = (0, "null")  # `received` and JSON of the newest picture
+        # The moment of the newest words, their verdict, and their JSON.
         self._worded: tuple[object, Verdict, str] = (None, Verdict(), "")
 
     def state(self, after: float | None = None) -> str:
-        """Everything as JSON; for a page the points later than `after`, and not the snapshot."""
+        """All as JSON; for a page only the points later than `after`, and no snapshot."""
         with self.lock:
             now, model = time.monotonic(), self.model
             since = -math.inf if after is None or after < self._recalled_at else after
@@ -96,7 +96,7 @@ class FeedSource(FeedWatcher):
         self._problem = None
 
     def _recall(self, snapshot: Snapshot, now: float) -> None:
-        """Begin with the rounds that the broker has written down, where its folder can be read here."""
+        """Begin with the rounds in the broker's save folder, if it can be read here."""
         saved, unix_s = snapshot.checkpoint, snapshot.unix_s
         if saved is None or unix_s is None:
             return
@@ -112,7 +112,7 @@ class FeedSource(FeedWatcher):
 
 @dataclass(frozen=True)
 class ReplaySource:
-    """A run that was: its moments one by one, and its figures from the first moment to the last."""
+    """A recorded run: its moments one by one, and its figures from the first moment to the last."""
 
     history: History
 
@@ -121,12 +121,12 @@ class ReplaySource:
         """Read a history.
 
         Raises:
-            FeedError: the file is missing, or no history.
+            FeedError: the file is missing or not a history.
         """
         return ReplaySource(read_history(path))
 
     def outline(self) -> str:
-        """JSON: how many moments there are, when they were, and the plots of the whole run."""
+        """JSON of the number of moments, their times, and the plots of the whole run."""
         moments = self.history
         first = moments[0].at
         series = RunSeries(points=REPLAY_POINTS + 1)
@@ -169,7 +169,7 @@ def encoded(value: object) -> str:
     """Strict JSON without spaces."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError):  # a record, or a number that is not finite
+    except (TypeError, ValueError):  # a record, or an infinite number
         plain = json_safe(to_plain(value, with_none=True), 2 * MAX_DEPTH)
         return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 

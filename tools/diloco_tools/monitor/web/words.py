@@ -1,11 +1,11 @@
-"""A snapshot in the words of the page: the page words nothing of it by itself.
+"""The texts that the page shows of a snapshot: the page makes none by itself.
 
 facts, rows   [label, [[text, tone], ...]] of the header and of the panel of the run
 workers       rows of the table, in the columns of `titles`
 events, rejections   the same as rows, the newest first
-badge         how much to believe of it: [tone, word, age]
-notice        what is wrong: [tone, word, sentences], or null
-orders        what may be asked of the broker
+badge         how fresh the snapshot is: [tone, word, age]
+notice        problems: [tone, word, sentences], or null
+orders        actions that the broker can be asked for
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
 from diloco_tools.monitor.feed.series import Rate
 from diloco_tools.monitor.orders import kick, orders
 
-# A column with a second field below its own: the page has room for ten columns.
+# Fields shown below another one: the page has room for ten columns.
 BELOW = {"id": "host", "health": "state", "loss": "delta_norm", "rate_up": "rate_down"}
-UNRECORDED_ROWS = {"rejected", "checkpoint", "standby"}  # a history says nothing of these
+UNRECORDED_ROWS = {"rejected", "checkpoint", "standby"}  # a history does not contain these
 UNRECORDED_CELLS = {"health", "state", "beat_age_s"}
 HEADER = ("run", "state", "round", "pushes", "model")
 MOST_REASONS = 6
-FRESHNESS = {Freshness.LIVE: GOOD, Freshness.LATE: UNEASY, Freshness.STALE: BAD}
-
 _FIELDS = {field.path: field for field in columns(DASHBOARD)}
 COLUMNS = [field for path, field in _FIELDS.items() if path not in BELOW.values()]
 
@@ -53,7 +51,7 @@ def titles() -> list[dict[str, Any]]:
 
 
 def _title(field: Field) -> str:
-    """Of figures, both; what stands below a name needs no title."""
+    """For figures both titles; a field below a name needs none."""
     below = _FIELDS.get(BELOW.get(field.path, ""))
     if below is None or below.format == "text":
         return field.title
@@ -66,7 +64,7 @@ def words(
     rates: Callable[[str], Rate | None],
     cpu: float | None = None,
 ) -> dict[str, Any]:
-    """The words for a snapshot whose ages are those of this moment; `fresh` None: it is recorded."""
+    """The texts for a snapshot whose ages are current; `fresh` is None for a recorded one."""
     is_recorded = fresh is None
     rows = {row.label: [*row.parts] for row in rows_of(snapshot, DASHBOARD)}
     if cpu is not None and "broker" in rows:
@@ -106,9 +104,9 @@ def live_words(
     more: Sequence[str],
     said: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """`said` of the newest snapshot, with how alive the feed is, and what the broker may be asked."""
+    """`said` of the newest snapshot, with the freshness of the feed and the possible orders."""
     fresh, snapshot = model.freshness(now), model.snapshot
-    age = duration(model.age_s(now)) if snapshot else "nothing heard yet"
+    age = duration(model.age_s(now)) if snapshot else "no snapshot yet"
     facts = (said or {}).get("facts", [])
     missed = [str(model.missed), plural(model.restarts, "restart") if model.restarts else ""]
     number = f" round {snapshot.round.number}" if snapshot and snapshot.round else ""
@@ -119,7 +117,7 @@ def live_words(
     return {
         **(said or {"facts": [], "rows": [], "workers": [], "events": [], "rejections": []}),
         "facts": [*facts, ("Missed snapshots", [Part(", ".join(filter(None, missed)))])],
-        "badge": (FRESHNESS[fresh], fresh.name, age),
+        "badge": (fresh.value, fresh.name, age),
         "title": f"{fresh.name}{number}: DiLoCo",
         "notice": _notice(verdict, fresh, model.refusal, more),
         "silence": silence,
@@ -161,7 +159,7 @@ def _table(
 
 
 def _cell(field: Field, parts: Mapping[str, Part], *, is_recorded: bool) -> tuple[str, str, str]:
-    """Text, tone, and what stands below it."""
+    """Text, tone, and the text below it."""
 
     def part(path: str) -> Part:
         return Part(NONE) if is_recorded and path in UNRECORDED_CELLS else parts[path]

@@ -1,1 +1,1 @@
-"""A run in virtual time: the real cores of broker and workers, and lines and work that take time."""
+"""A run in virtual time: the real cores of broker and workers, with simulated links and work."""

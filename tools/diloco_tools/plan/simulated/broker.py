@@ -1,7 +1,7 @@
-"""The broker of a simulated run: the product's core, and threads that take as long as work costs.
+"""The broker of a simulated run: the product's core on threads with simulated costs.
 
 Two threads, as in the real one: the loop, which owns all state and does the tensor work, and ZeroMQ's,
-which every byte goes through. Tensor work is done in the order of the real queue.
+which moves every byte. Tensor work runs in the order of the real queue.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from diloco_protocol.dtypes import in_few_bits, whole_dtype
 from diloco_protocol.messages import Message
 from diloco_tools.plan.simulated.costs import DECODE, ENCODE
 from diloco_tools.plan.simulated.fair_share import Flow, World
-from diloco_tools.plan.simulated.pieces import CodedChunk, Payload
-from diloco_tools.plan.simulated.scene import Scene
+from diloco_tools.plan.simulated.scene import CodedChunk, Payload, Scene
 
 # Seconds, by the clock that the core is shown, between two ticks.
 TICK_S = 1.0
@@ -29,9 +28,9 @@ Listener = Callable[[Message, Any], None]
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """One of a worker's two: messages take the delay, chunks the line besides.
+    """One of a worker's two connections. Messages take the delay, chunks also the link.
 
-    `delay` is seconds there and back; `hears` takes what arrives at the worker.
+    `delay` is the round trip in seconds; `hears` receives messages at the worker.
     """
 
     world: World
@@ -42,7 +41,7 @@ class Connection:
     hears: Listener
 
     def send_up(self, size: float, arrived: Callable[[], None]) -> None:
-        """What the worker sends; of no size, it goes beside the chunks."""
+        """Send from the worker; a message of size 0 overtakes chunks."""
         self._send(self.up, size, arrived)
 
     def send_down(self, message: Message, payload: Any, size: float) -> None:
@@ -57,14 +56,14 @@ class Connection:
 
 
 class Broker:
-    """See the head of this module, and `diloco_broker.shell.effects.Ports`."""
+    """A simulated broker; implements `diloco_broker.shell.effects.Ports`."""
 
     def __init__(self, scene: Scene, config: BrokerConfig) -> None:
         self._scene, self._config = scene, config
         self._world, pieces = scene.world, scene.pieces
         self.loop, self.wire = scene.cores.flow(1.0), scene.cores.flow(1.0)
         shapes = {entry.name: entry.shape for entry in pieces.manifest.entries}
-        dice = random.Random(0)  # names of versions, which nothing depends on
+        dice = random.Random(0)  # for the tags of versions
         self.core = Core(config, lambda: dice.getrandbits(64), scene.clock(), InitialModel(shapes))
         self._executor = Executor(self.core, lambda: events.Now.both(scene.clock()), self)
         self._queue: list[tuple[int, int, int, effects.TensorWork]] = []
@@ -80,7 +79,6 @@ class Broker:
             else self._whole
         )
         self._first = CodedChunk(self._whole, None, 0) if self._few else self._whole
-        self.bytes_in = self.bytes_out = 0.0
         self._tick()
 
     @property
@@ -89,18 +87,17 @@ class Broker:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of both threads, up to now."""
+        """CPU seconds of both threads until now."""
         return self.loop.total + self.wire.total
 
     def connects(self, connection: Connection) -> None:
         self._connections[connection.route] = connection
 
     def hears(self, route: bytes, message: Message, payload: Payload | None) -> None:
-        """A message is here; what has a payload goes through ZeroMQ's thread first."""
+        """Receive a message; a payload passes through ZeroMQ's thread first."""
         if payload is None:
             self._feed(events.Received(route, message))
             return
-        self.bytes_in += payload.size
         self.wire.send(
             self._scene.wire_seconds(payload.size),
             lambda: self._feed(events.Received(route, message, payload)),
@@ -128,7 +125,7 @@ class Broker:
             case effects.Inspect() | effects.StoreInitial():
                 place = (2, 0)
             case _:
-                return  # nothing is kept that could be forgotten
+                return  # nothing is stored
         heapq.heappush(self._queue, (*place, next(self._order), work))
 
     def _work(self) -> None:
@@ -148,7 +145,7 @@ class Broker:
                 self._feed(events.InitialStored(work, self._first))
 
     def _seconds(self, work: effects.TensorWork) -> float:
-        """What a piece of work takes one core."""
+        """CPU seconds of a piece of work."""
         costs, billions = self._scene.costs, self._scene.billions
         message = self._scene.message_seconds
         match work:
@@ -167,19 +164,18 @@ class Broker:
 
     @property
     def _step_seconds(self) -> float:
-        """For a billion elements; in few bits what is sent is decoded again, for the shadow."""
+        """Per billion elements; quantized replies are decoded again for the copy of the replicas."""
         reply, costs = self._config.reply_dtype, self._scene.costs
         shadow = DECODE[reply] if self._few else 0.0
         return costs.step + ENCODE[reply] + shadow
 
-    # What else the core asks for.
+    # Other effects of the core.
 
     def send(self, send: effects.Send) -> bool:
         connection, payload = self._connections[send.route], send.payload
         if payload is None:
             connection.send_down(send.message, None, 0.0)
             return True
-        self.bytes_out += payload.size
         seconds = self._scene.wire_seconds(payload.size) + self._scene.message_seconds
         self.wire.send(seconds, lambda: connection.send_down(send.message, payload, payload.size))
         return True
@@ -191,16 +187,16 @@ class Broker:
         pass
 
     def disconnect(self, route: bytes) -> None:
-        raise AssertionError(f"the broker gives up a worker at {self._world.now:.0f} s")
+        raise AssertionError(f"the broker disconnects a worker at {self._world.now:.0f} s")
 
     def save(self, save: effects.Save) -> None:
         raise AssertionError("a simulated broker saves nothing")
 
     def read(self, _: effects.ReadCheckpoint) -> None:
-        raise AssertionError("nobody copies checkpoints here")
+        raise AssertionError("a simulated broker has no checkpoints")
 
     def end(self, end: effects.End) -> None:
-        raise AssertionError("nobody operates a simulated broker")
+        raise AssertionError("a simulated broker has no operator")
 
     def finish(self, save: effects.Save | None) -> None:
         raise AssertionError("a simulated broker does not stop")

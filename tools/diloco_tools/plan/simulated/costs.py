@@ -1,11 +1,10 @@
-"""What work costs: CPU seconds of a broker and of a worker, calibrated once.
+"""Costs: CPU seconds of a broker and of a worker, calibrated once.
 
-They come from the CPU seconds of a broker and of its workers in rounds of `make lan` at 1 Gb/s with 126
-million parameters, where machine and load are named; the shares of the parts are those of
-docs/performance.md. What a codec takes in a round is two to four times what it takes alone: memory is
-shared by all processes of the machine, norms and finiteness are looked at, and errors are fed back. The
-same costs hold for all rows of the validation, and for all plans. A faster machine costs less, so a
-plan errs to the careful side there.
+They come from the CPU seconds in rounds of `make lan` at 1 Gb/s with 126 million parameters (see its
+tables for machine and load), divided as in docs/performance.md. A codec in a round takes two to four times
+its time alone: processes share memory bandwidth, norms and finiteness are checked, errors are fed
+back. The same costs hold for all rows of the validation and all plans; on a faster machine a plan is
+pessimistic.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIGA = 1e9
-# CPU seconds of the broker for a billion elements, one way.
+# CPU seconds of the broker per billion elements, one way.
 ENCODE = {
     "fp32": 0.3,
     "bf16": 0.1,
@@ -36,23 +35,23 @@ DECODE = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one core: for a GB on the wire, for a billion elements, or for a message.
+    """Seconds of one core per GB on the wire, per billion elements, or per message.
 
     Attributes:
-        wire: of ZeroMQ's thread, at each end, for a GB in or out.
-        keys: the same, more, where everything is encrypted.
-        message: of the loop, for a chunk in or out, whatever is in it.
-        fold: to add a decoded chunk up.
-        step: the outer step of a chunk, and laying out what is sent.
-        freeze: a worker's delta.
-        land: a worker's new parameters into the model.
-        left_out: to work out what few bits have left out of a push that has counted, which the thread
-            that trains does when its reply is here.
-        awake: of the broker for each second of an exchange, in which bytes come in small numbers.
-        unevenness: half of the workers send by so much faster than the mean where they share a line, and
-            half by so much slower. Connections through one queue that drops packets do not get the same
-            within seconds. A chunk comes back when the last worker has sent it, so this lengthens
-            rounds in which both ways carry the same, and hardly those whose replies are larger.
+        wire: ZeroMQ's thread, at each end, per GB in or out.
+        keys: additionally with encryption.
+        message: the loop, per chunk in or out.
+        fold: adding a decoded chunk to the accumulator.
+        step: the outer step of a chunk, and preparing the reply.
+        freeze: computing a worker's delta.
+        land: merging new parameters into a worker's model.
+        left_out: computing the quantization error of a counted push, on the training thread when the
+            reply has arrived.
+        awake: the broker, per second of an exchange, for bytes that arrive in small portions.
+        unevenness: half of the workers that share a link send faster than the mean by this share, and
+            half slower: connections through one dropping queue are unfair within seconds. A chunk
+            returns when the last worker has sent it, so this lengthens rounds with equally large
+            pushes and replies, and hardly those with larger replies.
     """
 
     wire: float = 0.35

@@ -1,9 +1,8 @@
-"""Virtual time, and what flows share: a line at the broker, or the cores of a machine.
+"""Virtual time, and resources that flows share: a link at the broker, or the cores of a machine.
 
-A `Hub` has a rate, each flow through it at most a rate of its own, and what there is is shared max-min
-fairly, by weight: nobody could have more without somebody who has as little getting less. That is what
-many TCP connections through one line come to, and what a scheduler makes of busy threads. Flows of one
-kind always get the same, so they are counted and not gone through: 500 of them cost no more than one.
+A `Hub` has a rate, and so may each flow through it. The hub's rate is shared max-min fairly, by weight,
+as many TCP connections share a link and busy threads share cores. Flows of one kind have equal rates,
+so 500 of them cost no more simulation than one.
 """
 
 from __future__ import annotations
@@ -16,28 +15,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Action = Callable[[], None]
-# What is less than this share of the amount at hand is a rounding error.
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # relative rounding error of sums of floats
 
 
 class World:
-    """A clock, and the heap of what happens when."""
+    """A clock and a heap of scheduled actions."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
-        self.events = 0  # that have happened
+        self.events = 0  # executed
         self._heap: list[tuple[float, int, Action]] = []
         self._order = itertools.count()
 
     def at(self, moment: float, action: Action) -> None:
-        """Do something then. What is due at the same moment happens in the order of asking."""
+        """Schedule an action. Actions of the same moment run in the order of their scheduling."""
         heapq.heappush(self._heap, (max(moment, self.now), next(self._order), action))
 
     def after(self, seconds: float, action: Action) -> None:
         self.at(self.now + seconds, action)
 
     def run(self, is_enough: Callable[[], bool], most_events: int) -> bool:
-        """Let time pass until there is enough. False where nothing more happens, or too much has."""
+        """Advance time until `is_enough`. False without actions left, or after `most_events`."""
         while not is_enough():
             if not self._heap or self.events >= most_events:
                 return False
@@ -48,22 +46,22 @@ class World:
 
 
 class Flow:
-    """What goes through a hub one after the other: a connection, or a thread."""
+    """A queue through a hub: a connection, or a thread."""
 
     def __init__(self, hub: Hub, kind: _Kind) -> None:
         self._hub, self._kind = hub, kind
         self._queue: deque[tuple[float, Action]] = deque()
-        self.total = 0.0  # that has gone through, or is in the queue
+        self.total = 0.0  # amount sent, including the queue
 
     def send(self, amount: float, done: Action) -> None:
-        """Let so much (bytes, or seconds of work) through behind what is there; then call `done`."""
+        """Queue an amount (bytes, or seconds of work), and call `done` when it is through."""
         self.total += amount
         self._queue.append((amount, done))
         if len(self._queue) == 1:
             self._hub.begins(self, self._kind, amount)
 
     def finish_first(self) -> Action:
-        """What is at the front is through."""
+        """Remove the first amount, which is through; returns its `done`."""
         _, done = self._queue.popleft()
         if self._queue:
             self._hub.begins(self, self._kind, self._queue[0][0])
@@ -71,18 +69,18 @@ class Flow:
 
 
 class _Kind:
-    """Flows of the same rate and weight, behind a line that they share with others, if there is one."""
+    """Flows of the same rate and weight, possibly behind a link that they share with others."""
 
     def __init__(self, most: float, weight: float, behind: _Line | None) -> None:
         self.most, self.weight, self.behind = most, weight, behind
         self.active = 0
-        self.served = 0.0  # amount that each flow has had that was active all the time
+        self.served = 0.0  # amount served to each flow that was active all the time
         self.rate = 0.0  # of one flow
         self.finishes: list[tuple[float, int, Flow]] = []  # by `served`
 
     @property
     def level(self) -> float:
-        """The rate at which it has all that it can have, for a weight of 1."""
+        """The largest rate it can have, per unit of weight."""
         most = self.most
         if self.behind is not None:
             most = min(most, self.behind.rate * self.weight / self.behind.weight)
@@ -91,24 +89,21 @@ class _Kind:
 
 @dataclass
 class _Line:
-    """A line in front of the hub, and the weight of all flows that are active behind it."""
+    """A link in front of the hub, and the weight of all active flows behind it."""
 
     rate: float
     weight: float = 0.0
 
 
 class Hub:
-    """See the head of this module. `rate` is an amount a second.
-
-    `math.inf` is no limit; the hub, or each flow through it, has one.
-    """
+    """A shared resource. `rate` is an amount a second or `math.inf`; some flow or the hub is limited."""
 
     def __init__(self, world: World, rate: float) -> None:
         self._world, self._rate = world, rate
         self._kinds: dict[tuple[float, float, object], _Kind] = {}
         self._lines: dict[object, _Line] = {}
         self._order = itertools.count()
-        self._at = 0.0  # when the amounts served were last brought up to date
+        self._at = 0.0  # when the served amounts were last updated
         self._plan = 0
         self._is_planned = False
 
@@ -118,7 +113,7 @@ class Hub:
         behind: tuple[object, float] | None = None,
         weight: float = 1.0,
     ) -> Flow:
-        """A new flow of this rate at most. `behind` names a line that several share, and its rate."""
+        """A new flow with at most this rate. `behind` is the name and rate of a shared link."""
         line = None if behind is None else self._lines.setdefault(behind[0], _Line(behind[1]))
         key = (most, weight, None if behind is None else behind[0])
         return Flow(self, self._kinds.setdefault(key, _Kind(most, weight, line)))
@@ -140,7 +135,7 @@ class Hub:
                     kind.served += kind.rate * seconds
 
     def _plan_anew(self) -> None:
-        """Share anew, once all that happens at this moment has happened."""
+        """Recompute the shares after all actions of this moment."""
         if not self._is_planned:
             self._is_planned = True
             self._world.at(self._world.now, self._share)
@@ -166,13 +161,12 @@ class Hub:
             self._world.after(first, lambda: self._finish() if plan == self._plan else None)
 
     def _finish(self) -> None:
-        """Something is through."""
+        """Complete the amounts that are through."""
         self._bring_up_to_date()
         done: list[Action] = []
         for kind in self._kinds.values():
             if not kind.active:
                 continue
-            # Sums of floats are inexact.
             reached = kind.served * (1 + ROUNDING) + kind.rate * ROUNDING
             through: list[Flow] = []
             while kind.finishes and kind.finishes[0][0] <= reached:

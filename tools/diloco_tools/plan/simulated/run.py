@@ -1,4 +1,4 @@
-"""One run, simulated: the broker, its workers and their lines, until enough rounds are over."""
+"""One simulated run: the broker, its workers and their links, for a few rounds."""
 
 from __future__ import annotations
 
@@ -15,36 +15,34 @@ from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.simulated.fair_share import Hub, World
-from diloco_tools.plan.simulated.pieces import SMALL, Pieces, chunks_of
-from diloco_tools.plan.simulated.scene import Scene
+from diloco_tools.plan.simulated.scene import SMALL, Pieces, Scene, chunks_of
 from diloco_tools.plan.simulated.worker import Record, TooSlow, Worker
 from diloco_worker.pure import DOWNLOAD_WINDOW
 
-# Pieces of the model at most, over all fragments, and of one fragment at least and at most.
+# Most pieces of the model, over all fragments, and least and most of one fragment.
 MOST_PIECES, LEAST_OF_ONE, MOST_OF_ONE = 96, 8, 48
-# Pieces that all workers together send in a round at most: a minute of simulation.
+# Most pieces that all workers together send in a round: a minute of simulation.
 MOST_IN_A_ROUND = 8_000
-# Cycles of H steps that are looked at behind the first.
+# Measured cycles of H steps after the first.
 CYCLES, CYCLES_ASYNC = 2, 4
-# A piece of a worker takes about twenty events each cycle. A run that needs so many for each goes round
-# in circles.
+# Events per piece, worker and cycle: about twenty are usual; with this many the run is in a loop.
 MOST_EVENTS = 500
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run was seen to do, behind its first round. Seconds and bytes of one cycle of H steps.
+    """Measurements of a run after its first round. Seconds and bytes per cycle of H steps.
 
     Attributes:
         cycle_s: of each worker.
-        trains_s: of each worker, what of it went into inner steps.
+        trains_s: of each worker, in inner steps.
         exchange_s: mean over pushes, from the offer to the version that contains it.
-        slowest_s: the same of the worker for which it takes longest.
+        slowest_s: the same for the slowest worker.
         bytes_up, bytes_down: of one worker.
         worker_cpu_s, broker_cpu_s: of one worker, and of the broker.
         start_s: until every worker had the first parameters.
-        events: that were simulated.
-        pieces: that stand for the model's chunks.
+        events: simulated events.
+        pieces: pieces of the model.
     """
 
     cycle_s: tuple[float, ...]
@@ -60,7 +58,7 @@ class Measured:
     pieces: int
 
     def blend(self, other: Measured, share: float) -> Measured:
-        """This and so much of what it is above the other; no negative seconds."""
+        """Extrapolate: this plus `share` times its difference to `other`, but no negative seconds."""
 
         def of(mine: float, others: float) -> float:
             return max(0.0, mine + share * (mine - others))
@@ -82,14 +80,14 @@ class Measured:
 def simulate(
     question: Question, costs: Costs, pieces: int | None = None, before_offer: float = 0.0
 ) -> Measured:
-    """Simulate what is asked, in so many pieces of a fragment; by default as `pieces_of` says.
+    """Simulate the question, with `pieces` per fragment (default: `pieces_of`).
 
-    `before_offer` is what each push takes before it can be offered, in seconds.
+    `before_offer` is a delay in seconds before each push is offered.
 
-    Where pieces stand for several chunks it is done twice, with so many and half as many: what is
-    larger in pieces is larger by an amount that grows as they do, so it can be taken off.
+    If a piece represents several chunks, it runs twice, with this number and half of it: the error grows
+    with the size of a piece, so it can be extrapolated away.
 
-    Raises UsageError for lines on which no connection would live.
+    Raises UsageError for links that are too slow for any connection.
     """
     chunks = chunks_of(question.parameters, question.fragments)
     count = min(chunks, pieces_of(question) if pieces is None else pieces)
@@ -97,20 +95,20 @@ def simulate(
     half = max(1, count // 2)
     if count in {chunks, half}:
         return found
-    # a/count + b is found, and a/half + b; a/chunks + b is meant.
+    # a/count + b and a/half + b were measured; the result is a/chunks + b.
     share = (1 / count - 1 / chunks) / (1 / half - 1 / count)
     return found.blend(_simulate(question, costs, half, before_offer), share)
 
 
 def pieces_of(question: Question) -> int:
-    """Pieces of a fragment: few where there are many workers or fragments."""
+    """Pieces of a fragment: fewer with more workers or fragments."""
     of_worker = MOST_IN_A_ROUND // question.workers
     most = min(MOST_PIECES, of_worker) // question.fragments
     return max(LEAST_OF_ONE, min(MOST_OF_ONE, most))
 
 
 def config_of(question: Question) -> BrokerConfig:
-    """The options of the broker. Nobody is dropped: what failures cost is another matter."""
+    """The options of the broker. No worker is dropped: failures are computed separately."""
     return BrokerConfig(
         mode=question.mode,
         workers=question.workers,
@@ -119,7 +117,7 @@ def config_of(question: Question) -> BrokerConfig:
         fragment_sync_delay="auto" if question.delay_steps is None else question.delay_steps,
         wire_dtype=question.wire_dtype,
         reply_dtype=question.reply_dtype,
-        # A quorum of all is the same as none, but that pushes count whole.
+        # A quorum of all workers only makes pushes count as complete ones.
         quorum=question.workers if question.is_whole and question.mode == "sync" else None,
         heartbeat_timeout=0.0,
         stall_timeout=0.0,
@@ -130,7 +128,7 @@ def config_of(question: Question) -> BrokerConfig:
 
 
 class Simulation:
-    """See the head of this module. `count` pieces of each fragment."""
+    """A simulated run with `count` pieces per fragment."""
 
     def __init__(
         self, question: Question, costs: Costs, count: int, before_offer: float = 0.0
@@ -144,7 +142,7 @@ class Simulation:
         self.broker = Broker(scene, config_of(question))
         self._routes = 0
         self._unevenness = costs.unevenness if question.workers > 1 else 0.0
-        self._cycles, self._done = 0, 0  # that are looked at, and workers that have made them
+        self._cycles, self._done = 0, 0  # cycles to measure, and workers that have made them
         self.workers = [
             Worker(
                 scene,
@@ -158,7 +156,7 @@ class Simulation:
         ]
 
     def _connector(self, number: int) -> Callable[[Listener], tuple[Connection, Connection]]:
-        """How a worker connects. Control and bulk share its line; control has nothing to carry."""
+        """How a worker connects. Control and bulk share its link; control messages have no size."""
         question = self.question
         line = _line(question, number)
         delay = line.delay
@@ -169,7 +167,7 @@ class Simulation:
         most_down = _windowed(
             DOWNLOAD_WINDOW, elements * SIZES[question.reply_dtype].element, delay
         )
-        # TCP does not share a line evenly for as long as a round takes: see `Costs`.
+        # TCP is unfair within the time of a round: see `Costs.unevenness`.
         weight = 1.0 + (1 if number % 2 else -1) * self._unevenness
         up = self._up.flow(min(line.up, most_up), line.behind, weight)
         down = self._down.flow(min(line.down, most_down), line.behind)
@@ -187,7 +185,7 @@ class Simulation:
         return connect
 
     def runs(self, cycles: int) -> bool:
-        """Until each worker has made so many cycles behind its first. False: it comes to a stop."""
+        """Run until each worker has made this many cycles after its first; False if it stalls."""
         self._cycles = cycles
         each_cycle = len(self.workers) * self.pieces.count * self.pieces.fragments
         most = MOST_EVENTS * each_cycle * (cycles + 2) + 100_000
@@ -198,12 +196,12 @@ class Simulation:
 
 
 def _windowed(window: int, nbytes: float, delay: float) -> float:
-    """Bytes a second with so many chunks under way."""
+    """Bytes a second with `window` chunks in flight."""
     return window * nbytes / delay if delay else math.inf
 
 
 class _Line(NamedTuple):
-    """Of a worker to the broker: seconds there and back, bytes a second, and the line of its site."""
+    """A worker's link to the broker: round trip in seconds, bytes a second, and its site's link."""
 
     delay: float
     up: float
@@ -231,12 +229,12 @@ def _simulate(question: Question, costs: Costs, count: int, before_offer: float)
         has_ended = run.runs(cycles)
     except TooSlow:
         raise UsageError(
-            "These lines are too slow: no chunk comes for so long that a worker takes its connection "
-            "for dead and begins again. Take codecs with fewer bytes, faster lines, or fewer workers."
+            "These links are too slow: a chunk takes so long that a worker considers its connection "
+            "dead and reconnects. Use smaller codecs, faster links, or fewer workers."
         ) from None
     if not has_ended:
         raise RuntimeError(
-            f"The simulation came to a stop at {run.world.now:.0f} s, after {run.world.events} events."
+            f"The simulation stalled at {run.world.now:.0f} s, after {run.world.events} events."
         )
     return _measured(run, cycles)
 

@@ -1,7 +1,7 @@
-"""A worker of a simulated run: the product's session and boundary, and threads that take time.
+"""A worker of a simulated run: the product's session and boundary on threads with simulated costs.
 
-Inner steps between two decisions are made in one go: nothing can happen in them that training would
-look at. What comes meanwhile ends the go at the end of the step that is under way, as in a real run.
+Inner steps between two decisions are one action, since training reacts only at decisions. News from the
+session ends it early, after the current step, as in a real run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from diloco_protocol.version import VersionId
 from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
 from diloco_tools.plan.simulated.costs import DECODE, ENCODE, GIGA
 from diloco_tools.plan.simulated.fair_share import Flow
-from diloco_tools.plan.simulated.pieces import Code, Payload
-from diloco_tools.plan.simulated.scene import Scene
+from diloco_tools.plan.simulated.scene import Code, Payload, Scene
 from diloco_worker.pure import (
     Executor,
     Inbox,
@@ -41,34 +40,33 @@ from diloco_worker.pure import (
     poll,
 )
 
-# Sums of floats are inexact: a deadline has passed for sure an instant later.
-INSTANT_S = 1e-6
+INSTANT_S = 1e-6  # past a deadline, beyond the rounding error of sums of floats
 
 
 class TooSlow(Exception):
-    """A worker has given up its connection: for too long no chunk has moved on it."""
+    """A worker reconnects, because no chunk has moved on its connection for too long."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Train for so many steps, or until something has come."""
+    """Train for `count` steps, or until there is news."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Work of the training thread on so many elements, at so many seconds a billion."""
+    """Work of the training thread, in CPU seconds."""
 
     seconds: float
 
 
-Pause = Steps | Busy | None  # None: until something has come
+Pause = Steps | Busy | None  # None: until there is news
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a worker was when it had merged a version of its first fragment."""
+    """The progress of a worker when it merged a version of its first fragment."""
 
     at: float
     steps: int
@@ -80,10 +78,10 @@ class Mark:
 
 @dataclass
 class Record:
-    """What a worker has seen."""
+    """The measurements of a worker."""
 
     marks: list[Mark] = field(default_factory=list)
-    # Of each push, when it was offered and when the version that contains it was here whole.
+    # For each push, when it was offered and when the version that contains it was complete here.
     exchanges: list[tuple[float, float]] = field(default_factory=list)
     bytes_up: float = 0.0
     bytes_down: float = 0.0
@@ -91,10 +89,10 @@ class Record:
 
 
 class Worker:
-    """See the head of this module, and `Network` and `Memory` in `diloco_worker.transport.executor`.
+    """A simulated worker; implements `Network` and `Memory` of `diloco_worker.transport.executor`.
 
-    `connect` opens its control and its bulk connection, `marked` is told of each mark. `before_offer`
-    is what a push takes before it can be offered, at a relay whose site comes first.
+    `connect` opens its control and bulk connections, `marked` is called with each mark. `before_offer`
+    delays each push: for a relay, by the time of the exchange within its site.
     """
 
     address, shortcut = "the simulated broker", ""
@@ -118,7 +116,7 @@ class Worker:
         self.worker_id = f"w{number}"
         self.record = Record()
         join = Join(self.worker_id, scene.pieces.manifest)
-        # Heartbeats change nothing here: nobody is dropped.
+        # Without heartbeats: no worker is dropped here.
         self.session = Session(join, self.draw, heartbeat_interval=0)
         self.inbox = Inbox()
         self._executor = Executor(self.session, self.inbox, self, self, self._notice)
@@ -129,7 +127,7 @@ class Worker:
         self._state: SyncState | None = None
         self._offered: dict[int, float] = {}
         self._tick_at: float | None = None
-        # The training thread: what it is at, since when, and the number of its latest plan.
+        # The training thread: its current action, since when, and the number of its latest plan.
         self._pause: Pause = None
         self._since, self._plan = 0.0, 0
         self._is_nudged = False
@@ -185,7 +183,7 @@ class Worker:
         self.feed(events.Received(message))
 
     def _io_seconds(self, payload: Payload, codec: float) -> float:
-        """CPU for a chunk on its way in or out; `codec` is seconds a billion elements."""
+        """CPU seconds for a chunk in or out; `codec` is seconds per billion elements."""
         scene = self._scene
         return scene.wire_seconds(payload.size) + scene.message_seconds + codec * scene.billions
 
@@ -222,7 +220,7 @@ class Worker:
     def say(self, text: str, *, trouble: bool = False) -> None:
         pass
 
-    # Its fragments, of which nothing is kept.
+    # Its fragments, which are not stored.
 
     def begin(self, layout: FragmentLayout) -> None:
         pass
@@ -248,7 +246,7 @@ class Worker:
         return True
 
     def name(self, layout: FragmentLayout) -> None:
-        raise AssertionError("nothing is frozen in a simulated model")
+        raise AssertionError("a simulated model has no frozen tensors")
 
     def chunk(self, push_id: int, fragment: int, index: int) -> Payload:
         return self._payload
@@ -259,7 +257,7 @@ class Worker:
     # The training thread.
 
     def _nudge(self) -> None:
-        """Something has come: whoever waits looks, whoever trains does after the step at hand."""
+        """There is news: a waiting thread looks now, a training one after the current step."""
         if isinstance(self._pause, Busy) or self._is_nudged:
             return
         self._is_nudged = True
@@ -272,7 +270,7 @@ class Worker:
             self._wake(self._world.now, None)
 
     def _wake(self, at: float, answer: int | None) -> None:
-        """Let the thread go on then. A later plan replaces an earlier one."""
+        """Resume the thread then. A later plan replaces an earlier one."""
         self._plan += 1
         plan = self._plan
         self._world.at(at, lambda: self._go_on(answer) if plan == self._plan else None)
@@ -320,7 +318,7 @@ class Worker:
         )
 
     def _steps_to_go(self, state: SyncState) -> int:
-        """Steps up to the next one after which there may be something to decide."""
+        """Steps until the next decision."""
         step = state.step
         least, most = 1, state.schedule.sync_every
         while least < most:  # the next slot
@@ -359,7 +357,7 @@ class Worker:
     def link_state(self) -> LinkState:
         self.inbox.is_news = True
         self.inbox.publish(self.session)
-        return self.inbox.state(silence=0.0)  # the broker answers heartbeats all the while
+        return self.inbox.state(silence=0.0)  # the broker answers heartbeats
 
 
 @coroutine
@@ -368,7 +366,7 @@ def _paused(pause: Pause) -> Generator[Pause, int | None, None]:
 
 
 class _Training:
-    """`diloco_worker.sync.ports.Ports` of a simulated training thread."""
+    """`diloco_worker.sync.ports.Ports` for a simulated training thread."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -25,7 +25,7 @@ ALL = "all"
 app = typer.Typer(pretty_exceptions_enable=False)
 RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # moved by one measurement of raw TCP
 QUIET_LOAD = 0.7  # of the last minute; above it the figures are those of a busy machine
-WIDTH = 130  # of the tables where there is no terminal
+WIDTH = 130  # of the tables without a terminal
 Settings = Mapping[str, Any]
 SMALL = {"size": "10M", "repeats": 3}
 
@@ -84,14 +84,14 @@ def main(
         "runs/bench"
     ),
 ) -> None:
-    """Measure the limits of this machine and what the product makes of them, as ratios.
+    """Measure the limits of this machine, and the product against them, as ratios.
 
-    All of it takes under half an hour on two cores.
+    All parts take under half an hour on two cores.
     """
     bench = Experiment(COMMAND, out)
     for name in parts:
         if name not in (ALL, *PARTS):
-            bench.refuse(f"there is no part {name!r}; choose from {', '.join(PARTS)} or {ALL}")
+            bench.refuse(f"unknown part {name!r}; choose from {', '.join(PARTS)} or {ALL}")
     if complaint := machine.complaint():
         bench.refuse(complaint)
     wanted = [name for name in PARTS if ALL in parts or name in parts]

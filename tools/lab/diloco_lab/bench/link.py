@@ -1,8 +1,8 @@
-"""A network link of a given delay each way and a given number of bytes a second.
+"""A network link with a given delay each way and a given number of bytes a second.
 
-Bytes leave as if they had been put on a wire one after the other: each piece is on its way once the
-one before it is out, and comes out `delay` later. What waits to be put on the wire is bounded, so a
-sender feels the link's speed. All connections share it in each direction. Nothing is lost.
+Bytes are sent one after the other, as on a wire: each piece leaves after the one before it, and arrives
+`delay` later. The queue is bounded, so a sender is limited to the link's speed. All connections share
+it in each direction. Nothing is lost.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import time
 
 from diloco_tools.tcp_proxy import PIECE, Gate, TcpProxy
 
-LARGE = 1 << 12  # bytes: more than messages without a chunk have
-QUEUE_S = 0.01  # how much may wait to be put on the wire
+LARGE = 1 << 12  # bytes: more than a message without a chunk
+QUEUE_S = 0.01  # seconds of data that may be queued
 
 
 class Lane:
-    """One direction of the link, and what share of it was used.
+    """One direction of the link, and its utilisation.
 
-    The share is that of all bytes from the first large piece to the last; what travels before and
-    behind these are single messages.
+    The utilisation is that from the first large piece to the last; before and after these are only
+    single messages.
     """
 
     def __init__(self, bytes_per_s: float, delay_s: float) -> None:
@@ -31,16 +31,16 @@ class Lane:
         self._delay = delay_s
         self._lock = threading.Lock()
         self._free_at = 0.0
-        self._pieces: list[tuple[float, float, int]] = []  # when on the wire and off it, bytes
+        self._pieces: list[tuple[float, float, int]] = []  # begin and end of sending, bytes
 
     def forget(self) -> None:
-        """Let what was used up to now not count."""
+        """Start counting anew."""
         with self._lock:
             self._pieces.clear()
 
     @property
     def share(self) -> float:
-        """Bytes over what the link could have carried in that time; 0 before anything large."""
+        """Bytes over the capacity of the link in that time; 0 before a large piece."""
         with self._lock:
             large = [i for i, (_, _, size) in enumerate(self._pieces) if size >= LARGE]
             if not large:
@@ -55,7 +55,7 @@ class Lane:
             return self._free_at - time.monotonic() - QUEUE_S
 
     def put(self, size: int) -> float:
-        """Queue `size` bytes; the moment at which they come out."""
+        """Queue `size` bytes. Returns the time of their arrival."""
         with self._lock:
             begins = max(time.monotonic(), self._free_at)
             self._free_at = begins + size / self._rate
@@ -64,14 +64,14 @@ class Lane:
 
 
 class SlowProxy(TcpProxy):
-    """Leads its connections through a lane up and a lane down, which they share."""
+    """A proxy whose connections share a lane up and a lane down."""
 
     def __init__(self, target: str, bytes_per_s: float, delay_s: float) -> None:
         self.up, self.down = Lane(bytes_per_s, delay_s), Lane(bytes_per_s, delay_s)
         super().__init__(target)
 
     def forget(self) -> None:
-        """Let what was used up to now not count."""
+        """Start counting anew."""
         self.up.forget()
         self.down.forget()
 
@@ -81,7 +81,7 @@ class SlowProxy(TcpProxy):
         writer = self.in_background(_write, sink, under_way)
         data = b"more"
         while data:
-            while (room := lane.room()) > 0:  # another connection may have taken it
+            while (room := lane.room()) > 0:  # other connections queue as well
                 time.sleep(room)
             try:
                 data = source.recv(PIECE)
@@ -92,7 +92,7 @@ class SlowProxy(TcpProxy):
 
 
 def _write(sink: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
-    """Send each piece at its moment."""
+    """Send each piece at its time."""
     with contextlib.suppress(OSError):
         while True:
             at, data = under_way.get()

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: roles, which are kept for the next part, and brokers."""
+"""The processes of a benchmark: roles, which are reused, and brokers."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Ends(NamedTuple):
 class Probes(NamedTuple):
     """Heartbeats of a member of a run, and at the same time bytes over raw TCP and back.
 
-    What the system's scheduler has to do with the answers shows in the bytes: with more processes than
-    cores, everybody waits for a core now and then. What goes beyond it is the broker's.
+    The bytes show the delay by the system's scheduler: with more processes than cores, each waits for a
+    core now and then. Any further delay is the broker's.
     """
 
     hearts: RoleProcess
@@ -79,7 +79,7 @@ class Probes(NamedTuple):
         self.ends.sender.tell("ping", interval_s=interval_s)
 
     def end(self, since: float = 0.0) -> tuple[list[float], list[float]]:
-        """Milliseconds of all heartbeats and bytes that were due since then; raises ChildFailed."""
+        """Milliseconds of all heartbeats and bytes due since `since`; raises ChildFailed."""
         found = []
         for role in (self.hearts, self.ends.sender):
             role.tell("rest")
@@ -94,7 +94,7 @@ class Probes(NamedTuple):
 
 
 class BrokerProcess:
-    """A `diloco-broker serve` and what its feed says, until `close`; may raise ChildFailed."""
+    """A `diloco-broker serve` and its feed, until `close`; may raise ChildFailed."""
 
     def __init__(self, child: Child, keys: Keys | None = None) -> None:
         self.child = child
@@ -112,11 +112,11 @@ class BrokerProcess:
         return machine.cpu_seconds(self.child.pid)
 
     def beyond_state(self, parameters: int) -> float:
-        """MB at the peak that are neither its state nor what it had before it had a model."""
+        """Peak memory in MB beyond its state and beyond that before it had a model."""
         return (machine.peak(self.child.pid) - self._idle - STATE_BYTES * parameters) / 1e6
 
     def forget_turns(self) -> None:
-        """Let what the loop did up to now not count."""
+        """Start counting turns anew."""
         self.wait_for(lambda _: True)
         self._snapshots.clear()
 
@@ -126,7 +126,7 @@ class BrokerProcess:
         return max(each.loop.longest_turn_ms or 0.0 for each in self._snapshots)
 
     def wait_for(self, what: Callable[[Snapshot], bool]) -> Snapshot:
-        """The first snapshot from now on that is so; raises ChildFailed where none is in time."""
+        """The first snapshot from now on for which `what` holds; raises ChildFailed if it is late."""
         deadline, seen = time.monotonic() + SAID_WITHIN_S, len(self._snapshots)
         while time.monotonic() < deadline and self.child.running:
             for snapshot in self._snapshots[seen:]:
@@ -138,13 +138,13 @@ class BrokerProcess:
 
 
 class ProcessPool(Children):
-    """Those of one benchmark, with its logs and checkpoints in a folder that exists."""
+    """The processes of one benchmark, with logs and checkpoints in an existing folder."""
 
     def __init__(self, folder: Path, bytes_raw: int) -> None:
         super().__init__(folder)
-        self.skipped: list[str] = []  # sentences on what could not be measured
+        self.skipped: list[str] = []  # sentences about missing measurements
         self.raw_samples: list[RawSample] = []  # all of them
-        self.bytes_raw = bytes_raw  # that a measurement of raw TCP moves
+        self.bytes_raw = bytes_raw  # of one measurement of raw TCP
         self._roles: dict[str, RoleProcess] = {}
         self._raw: Ends | None = None
 
@@ -159,7 +159,7 @@ class ProcessPool(Children):
         return [self.role(role, f"{role}-{i}") for i in range(count)]
 
     def dismiss(self, *starts: str) -> None:
-        """End the roles whose names start so, and with them their memory."""
+        """End the roles whose names start so, and free their memory."""
         for name in [each for each in self._roles if each.startswith(starts)]:
             self._roles.pop(name).end()
 
@@ -169,7 +169,7 @@ class ProcessPool(Children):
         self._raw = None
 
     def has_memory(self, gigabytes: float, row: str) -> bool:
-        """Whether so much is free; else the row is told to be left out."""
+        """Whether this much is free; if not, the row is noted as skipped."""
         free = machine.available_bytes() / 1e9
         if free < gigabytes:
             needs = f"it needs {gigabytes:.1f} GB of memory and {free:.1f} GB are free"
@@ -191,14 +191,14 @@ class ProcessPool(Children):
 
     @contextlib.contextmanager
     def broker(self, inside: Sequence[str] = (), **options: object) -> Iterator[BrokerProcess]:
-        """A broker with these options, where True is a flag, for as long as the context lasts.
+        """A broker with these options, where True is a flag, for the time of the context.
 
-        Workers come over TCP, which stands for a network here, unless `ipc` is said. `inside` is a
+        Workers connect over TCP, in place of a network, unless `ipc` is given. `inside` is a
         command that runs another one somewhere, in its own place (exec).
         """
         with contextlib.ExitStack() as stack:
             options = {"bind": ANYWHERE, "feed": ANYWHERE} | options
-            if inside:  # its network may be another than ours, where its files are the same
+            if inside:  # its network may differ from ours, but its files do not
                 # The path of a socket has at most 107 characters.
                 short = stack.enter_context(TemporaryDirectory(prefix="diloco-"))
                 options["feed"] = f"ipc://{short}/feed"
@@ -217,7 +217,7 @@ class ProcessPool(Children):
         size: str,
         **options: Any,
     ) -> Iterator[BrokerProcess]:
-        """A run of these roles, with a boundary behind each step and a model of this size.
+        """A run of these roles, with a boundary after each step and a model of this size.
 
         `options` are those of `broker`; `sync_every` may be another. With the option `keys`, a folder
         of keys, each has the key of its name.
@@ -226,7 +226,7 @@ class ProcessPool(Children):
         with self.broker(**options) as broker:
             ask_all(trainers, "build", size=size)
             folder = options.get("keys")
-            for trainer in trainers:  # all of them before any answers: they wait for each other
+            for trainer in trainers:  # all before the first answer: they wait for each other
                 keys = folder and f"{folder}/clients/worker-{trainer.name}.key"
                 trainer.tell("join", address=broker.address, keys=keys)
             for trainer in trainers:

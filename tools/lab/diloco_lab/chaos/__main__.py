@@ -23,7 +23,7 @@ from diloco_tools.terminal import fail
 
 COMMAND = "python -m diloco_lab.chaos"
 app = typer.Typer(pretty_exceptions_enable=False)
-WIDTH = 120  # of the tables where there is no terminal
+WIDTH = 120  # of the tables without a terminal
 NOTE = "What the figures mean: docs/faults.md."
 MOST_REMARKS = 10  # of each mode; the audit prints all of them
 
@@ -33,32 +33,32 @@ MOST_REMARKS = 10  # of each mode; the audit prints all of them
 def main(
     context: typer.Context,
     *,
-    modes: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(MODES),
+    modes: Annotated[str, typer.Option(help="Modes, with commas.")] = ",".join(MODES),
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/chaos"),
-    seed: Annotated[int, typer.Option(help="Decides faults, their order, and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the faults, their order, and batches.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="Fewer faults and rounds.")] = False,
 ) -> None:
-    """Kill, stop, cut off and fill up a run of one broker and four workers, then audit it.
+    """Kill, stop and cut off processes of a run with four workers, fill its disk, and audit it.
 
-    One of the modes has two relays between them, which are killed and cut off, too.
+    One of the modes has two relays, which are killed and cut off, too.
 
-    Everything runs on this machine. Prints what was survived and how much of
-    the work is in the final parameters; ends with exit code 1 and a sentence
-    for each broken promise. With `attack`: strangers and holders of keys attack
-    a run instead.
+    Everything runs on this machine. Prints the faults that the run survived and
+    the share of the work in the final parameters; the exit code is 1 if a
+    promise was broken, with a message for each. `attack` instead attacks a run,
+    with and without keys.
     """
     if context.invoked_subcommand is not None:
         for name in context.params:
             source = context.get_parameter_source(name)
             if source is not None and source.name != "DEFAULT":
-                behind = f"write options behind it: {COMMAND} {context.invoked_subcommand} --help"
-                fail(COMMAND, f"--{name} before a command does nothing; {behind}", 2)
+                after = f"give options after it: {COMMAND} {context.invoked_subcommand} --help"
+                fail(COMMAND, f"--{name} before a command has no effect; {after}", 2)
         return
     experiment = Experiment(COMMAND, out, width=WIDTH)
     chosen = words(modes)
     if not chosen or not MODES.keys() >= set(chosen):
         choose = f"choose from {', '.join(MODES)}"
-        experiment.refuse(f"--modes {modes!r} has none or unknown ones; {choose}")
+        experiment.refuse(f"--modes {modes!r}: unknown or no mode; {choose}")
     if complaint := machine.complaint():
         experiment.refuse(complaint)
     torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def main(
 def _reports(
     experiment: Experiment, modes: Sequence[str], scale: Scale, seed: int
 ) -> Iterator[Report]:
-    """Run one mode after the other; what it comes to is written to MODE.json as well."""
+    """Run one mode after the other, and write its report to MODE.json."""
     for mode in modes:
         (experiment.out / f"{mode}.json").unlink(missing_ok=True)  # of an earlier drill
     prepare_text(experiment.out)
@@ -100,22 +100,22 @@ def attack(
         bool, typer.Option("--quick", help="Under a minute: shorter, and fewer of them.")
     ] = False,
     only: Annotated[
-        str, typer.Option(help="Attacks whose names have one of these words in them, with commas.")
+        str, typer.Option(help="Attacks whose names contain one of these texts, with commas.")
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/attack"),
 ) -> None:
     """Attack a broker with two training workers, without keys and with: under four minutes.
 
     Everything runs on this machine. Prints what each attack tried, what got
-    through (nothing should) and what it cost; ends with exit code 1 where
-    something got through or a bound was broken.
+    through (nothing should) and its cost; the exit code is 1 if something got
+    through or a bound was broken.
     """
     experiment = Experiment(f"{COMMAND} attack", out)
     if complaint := machine.complaint():
         experiment.refuse(complaint)
     options = attacks.Options(experiment.out, quick, tuple(words(only)))
     if not any(options.wanted(has_keys=has_keys) for has_keys in (False, True)):
-        experiment.refuse(f"--only {only!r} is in no attack's name")
+        experiment.refuse(f"--only {only!r} is in the name of none of the attacks")
     with experiment.folder():
         rows, problems = attacks.drill(options, experiment.say)
         problems += [sentence for row in rows for sentence in row.broken()]

@@ -1,14 +1,14 @@
-"""Was every pseudo-gradient counted exactly once? Found out from the logs of both sides.
+"""Checks from the logs of both sides that every pseudo-gradient was counted exactly once.
 
     python -m diloco_lab.chaos.audit FOLDER
 
-This module shares nothing with what it checks: it imports no broker, worker or protocol, only reads JSON
-lines. The broker's log says of each version what it was made from (`after`) and which pushes went into
-it; each life of a worker has a log of the pushes that it froze, saw counted, or dropped.
+This module shares nothing with the checked code: it imports no broker, worker or protocol, and reads
+JSON lines. The broker's log names for each version its predecessor (`after`) and the pushes in it; each
+life of a worker has a log of the pushes that it froze, saw counted, or dropped.
 
-The *lineage* of a final version is walked back through `after` to the version that came after nothing.
-A broker that crashed may have written down versions that nobody received, and made others in their
-place: they are on no lineage, and what they counted was not counted.
+The *lineage* of a final version is followed back through `after` to the first version. A crashed broker
+may have logged versions that no worker received, and replaced them later: these are on no lineage, and
+their pushes are not counted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BROKER_LOG = "broker.audit.jsonl"
 WORKER_LOGS = "*.worker.jsonl"  # NAME.LIFE.worker.jsonl
 FINAL = "final.json"  # {"versions": [[run, counter, tag], ...]}, one for each fragment
 
-Record = Mapping[str, Any]  # a line of a log, as it was written
+Record = Mapping[str, Any]  # a line of a log
 Version = tuple[str, int, str]
 Push = tuple[str, str]  # worker, push id
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A push, or a part of one, in a version. `chunks` is None when all of it went in."""
+    """A push, or a part of one, in a version. `chunks` is None if it is whole."""
 
     worker: str
     push_id: str
@@ -43,14 +43,14 @@ class Contribution:
 
 @dataclass
 class WorkerLog:
-    """What one process of a worker has written down, by push."""
+    """The log of one process of a worker, by push."""
 
     worker: str
     number: int
     frozen: dict[str, Record] = field(default_factory=dict)
     counted: dict[str, Version] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)  # why
-    has_left: bool = False  # it ended politely
+    has_left: bool = False  # in order
 
     @property
     def name(self) -> str:
@@ -59,18 +59,18 @@ class WorkerLog:
 
 @dataclass
 class Findings:
-    """What an audit has found, in sentences."""
+    """The findings of an audit, in sentences."""
 
     # Broken promises.
-    broken: list[str] = field(default_factory=list)  # no way to follow a lineage or a log
+    broken: list[str] = field(default_factory=list)  # a lineage or a log cannot be followed
     doubled: list[str] = field(default_factory=list)  # a chunk of a push is twice in a lineage
-    lost: list[str] = field(default_factory=list)  # a survivor saw it counted, no lineage has it
-    uncounted: list[str] = field(default_factory=list)  # frozen by a survivor, which then went on
+    lost: list[str] = field(default_factory=list)  # counted as a survivor saw, but in no lineage
+    uncounted: list[str] = field(default_factory=list)  # frozen by a survivor, which then continued
     strangers: list[str] = field(default_factory=list)  # in a lineage, and no worker froze it
     differing: list[str] = field(default_factory=list)  # other steps, or dropped by its worker
     # In no final version, for a reason.
-    dropped: list[str] = field(default_factory=list)  # by survivors, who said why
-    in_flight: list[str] = field(default_factory=list)  # under way when its survivor left
+    dropped: list[str] = field(default_factory=list)  # by survivors, with a reason
+    in_flight: list[str] = field(default_factory=list)  # being sent when its survivor left
     forgotten: list[str] = field(default_factory=list)  # of the killed, in a version that was lost
     # The releases of all lineages, in order of their rounds.
     lineage: list[Record] = field(default_factory=list)
@@ -83,12 +83,12 @@ class Findings:
 
     @property
     def remarks(self) -> list[str]:
-        """What happened to pushes that are in no final version for a reason."""
+        """A sentence for each push that is in no final version for a reason."""
         return [*self.dropped, *self.in_flight, *self.forgotten]
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """The records of a log; a last line that a kill has torn is left out."""
+    """The records of a log, without a last line that was cut off by a kill."""
     *whole, last = text.split("\n")
     found = [json.loads(line) for line in whole if line.strip()]
     try:
@@ -98,7 +98,7 @@ def read_lines(text: str) -> list[dict[str, Any]]:
 
 
 def version_of(plain: Sequence[Any]) -> Version:
-    """A version as a record has it."""
+    """The version in a record."""
     run, counter, tag = plain
     return (str(run), int(counter), str(tag))
 
@@ -117,7 +117,7 @@ def chunks_of(bitmap: str) -> frozenset[int] | None:
 
 
 def log_of(worker: str, number: int, records: Iterable[Record]) -> WorkerLog:
-    """What these records of one process of a worker say."""
+    """The log of one process of a worker from its records."""
     log = WorkerLog(worker, number)
     for record in records:
         match record["event"]:
@@ -133,7 +133,7 @@ def log_of(worker: str, number: int, records: Iterable[Record]) -> WorkerLog:
 
 
 def lineage_of(releases: Iterable[Record], head: Version) -> list[Record]:
-    """The releases that led to this version, the oldest first.
+    """The releases of a version's lineage, the oldest first.
 
     Raises:
         ValueError: the log lacks one of them, or goes in a circle.
@@ -153,7 +153,7 @@ def lineage_of(releases: Iterable[Record], head: Version) -> list[Record]:
 
 
 def contributions(lineage: Iterable[Record]) -> dict[Push, list[Contribution]]:
-    """What went into these versions, by push."""
+    """The contributions to these versions, by push."""
     entered: dict[Push, list[Contribution]] = {}
     for release in lineage:
         version = version_of(release["version"])
@@ -195,7 +195,7 @@ def audit(
 def _check_versions(
     parts: Sequence[Contribution], frozen: Record | None, findings: Findings
 ) -> None:
-    """One push as it is in the final versions, against what its worker froze."""
+    """Compare a push in the final versions with the one that its worker froze."""
     first = parts[0]
     with_chunks = [part for part in parts if part.chunks is None or part.chunks]
     for earlier, part in combinations(with_chunks, 2):
@@ -223,7 +223,7 @@ def _check_versions(
 def _check_log(
     log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], findings: Findings
 ) -> None:
-    """One process of a worker against what went into the final versions."""
+    """Compare the log of one process of a worker with the final versions."""
     for push_id, version in log.counted.items():
         if (log.worker, push_id) not in entered:
             sentence = (
@@ -263,9 +263,9 @@ def read_folder(folder: Path) -> tuple[list[dict[str, Any]], list[Version], list
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audit a folder and say what was found. Returns the exit code: 1 for a broken promise."""
+    """Audit a folder and print the findings. Returns the exit code: 1 for a broken promise."""
     if len(arguments) != 1 or not (Path(arguments[0]) / BROKER_LOG).exists():
-        print(f"usage: python -m diloco_lab.chaos.audit FOLDER, which holds {BROKER_LOG}")
+        print(f"usage: python -m diloco_lab.chaos.audit FOLDER, which contains {BROKER_LOG}")
         return 2
     findings = audit(*read_folder(Path(arguments[0])))
     pushes = contributions(findings.lineage)

@@ -40,10 +40,10 @@ class Life:
     folder: Path  # for its files
     child: RoleProcess
     is_guest: bool = False  # it leaves before the others, and does not pull the final version
-    joined_at: float | None = None  # when it was seen to have joined
-    ended_at: float | None = None  # when it was killed, or seen to have left
+    joined_at: float | None = None  # when the drill saw it join
+    ended_at: float | None = None  # when it was killed, or the drill saw it leave
     was_killed: bool = False
-    stops: list[tuple[float, float]] = field(default_factory=list)  # from when to when
+    stops: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Life:
         return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def is_alive_throughout(self, start: float, end: float) -> bool:
-        """Had it joined before, did it stay beyond, and did nobody stop it in between?"""
+        """Whether it joined before `start`, left after `end`, and was not stopped in between."""
         if self.joined_at is None or self.joined_at >= start:
             return False
         if self.ended_at is not None and self.ended_at <= end:
@@ -68,7 +68,7 @@ class Life:
 
 
 SYNC_EVERY = 6  # H
-RECOVER_WAIT_S = 3.0  # longer than any live worker takes to come back
+RECOVER_WAIT_S = 3.0  # longer than a live worker needs to reconnect
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,26 @@ class Mode:
     """How a run is synchronised."""
 
     options: tuple[str, ...]
-    pause_s: float  # behind each inner step of the run with faults: room for processes to start
-    versions_a_round: int  # that make what we call a round: once every worker and every fragment
+    pause_s: float  # after each inner step of the run with faults: time for processes to start
+    versions_a_round: int  # in a round, with each worker and each fragment once
     fragments: int = 1  # P
     delay: int = 0  # tau
     relays: tuple[str, ...] = ()  # between the broker and the workers
 
     @property
     def allowed_loss(self) -> int:
-        """Inner steps that one kill may cost: H, and those made while a fragment was under way."""
+        """Inner steps that one kill may cost: H, and those during the exchange of a fragment."""
         return SYNC_EVERY + self.delay
 
 
-# Rounds that wait for nobody come faster than faults can be survived, so their steps take longer.
+# Rounds that do not wait for workers would be too fast for faults, so their steps take longer.
 MODES = {
     "sync": Mode(("--mode", "sync"), 0.035, 1),
     "async": Mode(("--mode", "async"), 0.06, len(WORKERS)),
     "streaming": Mode(
         (
             *("--mode", "sync", "--num-fragments", "2", "--fragment-sync-delay", "2"),
-            *("--fragment-merge", "rebase"),  # keeps the steps made while a fragment is under way
+            *("--fragment-merge", "rebase"),  # keeps the steps during the exchange
             *("--wire-dtype", "int4z", "--reply-dtype", "int4z"),  # copies follow by differences
         ),
         0.06,
@@ -108,7 +108,7 @@ MODES = {
 
 # Bytes, on a full disk: less than a fragment of a checkpoint, more than a log.
 LARGEST_FILE = 1 << 20
-# Whatever kills the drill, its processes end with it.
+# Its processes end with the drill, also if it is killed.
 END_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 OF_EVERY_BROKER: dict[str, Any] = {
     "feed": ANYWHERE,
@@ -118,11 +118,11 @@ OF_EVERY_BROKER: dict[str, Any] = {
 
 
 class DrillProxy(TcpProxy):
-    """Breaks all of its connections when it is told to, or behind a byte that is still to come."""
+    """Breaks all of its connections on request, or after a given number of further bytes."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)
-        self._left: int | None = None  # bytes that still pass before a cut; None: no cut is to come
+        self._left: int | None = None  # bytes until a cut; None: no cut is pending
 
     def cut_within(self, count: int) -> None:
         """Break every connection once `count` more bytes have passed, both ways together."""
@@ -131,7 +131,7 @@ class DrillProxy(TcpProxy):
 
     @property
     def is_armed(self) -> bool:
-        """Whether such a cut is still to come."""
+        """Whether such a cut is pending."""
         with self._lock:
             return bool(self._left)
 
@@ -151,7 +151,7 @@ class DrillProxy(TcpProxy):
                 self.cut()
 
     def _passing(self, data: bytes) -> tuple[bytes, bool]:
-        """What of this still passes, and whether the cut comes behind it."""
+        """The part of the data that still passes, and whether the cut follows it."""
         if self._left is None:
             return data, False
         passing = data[: self._left]
@@ -160,7 +160,7 @@ class DrillProxy(TcpProxy):
 
 
 class Crew(Children):
-    """Starts, kills, stops and cuts off. Everything has ended once its context is left.
+    """Starts, kills, stops and cuts off processes. All have ended when its context is left.
 
     Everything is written to `folder`, which is empty, and `texts` has NAME.bin for each worker.
     """
@@ -169,17 +169,17 @@ class Crew(Children):
         super().__init__(folder)
         self.mode = mode
         self.lives: list[Life] = []  # of all workers, in the order of their start
-        self.broker: Child  # the process at hand
+        self.broker: Child  # the current process
         self.address = f"tcp://{HOST}:{machine.free_port()}"  # the broker's own
-        # Of each worker and relay by name: in front of whom it is connected to.
+        # By name of a worker or relay: the proxy that it connects to.
         self.proxies: dict[str, DrillProxy] = {}
-        self.relays: dict[str, Child] = {}  # the processes at hand
+        self.relays: dict[str, Child] = {}  # the current processes
         self.addresses = {name: f"tcp://{HOST}:{machine.free_port()}" for name in mode.relays}
         self._texts = texts
         self._seed = seed
 
     def __exit__(self, *error: object) -> None:
-        # What still runs hangs, or the drill was broken off: no time for politeness.
+        # A process that still runs hangs, or the drill was aborted.
         for child in self.all:
             child.kill()
         for proxy in self.proxies.values():
@@ -189,7 +189,7 @@ class Crew(Children):
         return super().start(name, [*END_WITH_US, *command])
 
     def fill_disk(self) -> None:
-        """From here on no checkpoint of the broker fits; its logs do. Python gets EFBIG, not ENOSPC."""
+        """From now on checkpoints of the broker do not fit (EFBIG, not ENOSPC); its logs do."""
         self._limit_files(LARGEST_FILE)
 
     def make_room(self) -> None:
@@ -237,7 +237,7 @@ class Crew(Children):
         return f"{name}.{1 + sum(each.name.startswith(f'{name}.') for each in self.all)}"
 
     def relay_of(self, worker: str) -> str | None:
-        """The relay that a worker is behind; None where there are none."""
+        """The relay of a worker, if any."""
         place = (*WORKERS, *NEWCOMERS).index(worker)
         relays = self.mode.relays
         return relays[place % len(relays)] if relays else None
@@ -248,7 +248,7 @@ class Crew(Children):
         return [self.life(name) for name in sorted(names) if self.relay_of(name) == relay]
 
     def proxy_of(self, name: str, target: str) -> DrillProxy:
-        """The proxy of a worker or relay, which stays; `target` is what is behind it."""
+        """The proxy of a worker or relay to `target`; it is made once."""
         if name not in self.proxies:
             self.proxies[name] = DrillProxy(target)
         return self.proxies[name]

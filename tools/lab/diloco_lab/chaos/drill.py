@@ -26,18 +26,18 @@ from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
 
 START_WITHIN_S = 60.0
-START_SLOWNESS = 10.0  # of a machine of which nothing is known yet
+START_SLOWNESS = 10.0  # of a machine whose speed is not known yet
 CALM_ROUNDS = 3  # at the beginning of a run, before its first fault
 LEAVE_WITHIN_S = 40.0
 PULL_WITHIN_S = 20.0
 EXIT_WITHIN_S = 30.0
 BROKER_EXIT_WITHIN_S = 10.0
 TEXTS = "text"  # the folder beside those of the modes
-LAST_ROUNDS = 4  # after everything; a crash may have taken one back
+LAST_ROUNDS = 4  # at the end; a crash may have taken one back
 
 
 def prepare_text(out: Path) -> None:
-    """Cut the demo's text for everybody who will take part, newcomers included: NAME.bin for each."""
+    """Split the demo's text over all workers, with the later ones: NAME.bin for each."""
     folder = out / TEXTS
     folder.mkdir(parents=True, exist_ok=True)
     names = (*WORKERS, *NEWCOMERS)
@@ -47,7 +47,7 @@ def prepare_text(out: Path) -> None:
 
 
 def drill(mode: str, out: Path, scale: Scale, seed: int) -> Report:
-    """Run one mode in its folder, emptied first; whatever is broken is in the report."""
+    """Run one mode in its folder, emptied first; broken promises are in the report."""
     how = MODES[mode]
     folder = emptied(out / mode, audits.BROKER_LOG)
     began, injected, broken = time.monotonic(), list[Injected](), list[str]()
@@ -76,7 +76,7 @@ def drill(mode: str, out: Path, scale: Scale, seed: int) -> Report:
 
 
 def open_run(watch: RunWatch) -> None:
-    """Start everybody at once (who is early waits for the broker), and wait for the first round."""
+    """Start all processes at once (early ones wait for the broker), and wait for the first round."""
     watch.crew.start_broker()
     for relay in watch.crew.mode.relays:
         watch.crew.start_relay(relay)
@@ -87,7 +87,7 @@ def open_run(watch: RunWatch) -> None:
 
 
 def close_in(watch: RunWatch, rounds: int) -> None:
-    """Go on until there have been enough rounds, everybody is back, and some more."""
+    """Continue until there were enough rounds and all workers are back, and some rounds more."""
     while watch.rounds < rounds:
         watch.wait_rounds(1, "the last fault")
     for worker in WORKERS:
@@ -96,16 +96,16 @@ def close_in(watch: RunWatch, rounds: int) -> None:
 
 
 def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
-    """Have everybody leave by itself and pull the same version, and stop the broker.
+    """Have all workers leave and pull the same version, and stop the broker.
 
     Returns:
         `versions`, the final one of each fragment; `checksum` of its parameters as the drill pulled it,
         `checksums` as each surviving worker did, by name of its life; `held`, by life a checksum of each
-        version that training stood on; `exits` of the workers that were not killed; `broker_exit` after
-        SIGTERM, None if it had to be killed, and the `broker_seconds` that it took.
+        version that was the base of training; `exits` of the workers that were not killed; `broker_exit`
+        after SIGTERM, None if it had to be killed, and the `broker_seconds` until then.
 
     Raises:
-        Broken: somebody hangs.
+        Broken: a process hangs.
     """
     crew = watch.crew
     staying = [life for life in crew.lives if not life.was_killed]
@@ -114,7 +114,7 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
     watch.wait_until(
         lambda: all(life.ended_at is not None for life in staying),
         LEAVE_WITHIN_S,
-        f"Not everybody left within {watch.stretched(LEAVE_WITHIN_S):g} s of being asked to.",
+        f"Not all workers left within {watch.stretched(LEAVE_WITHIN_S):g} s of the request.",
     )
     try:
         with DiLoCoClient(crew.address, timeout=watch.stretched(PULL_WITHIN_S)) as observer:
@@ -148,8 +148,7 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
 
 
 def replayed(folder: Path) -> dict[str, str]:
-    """The lives of the broker by name, and what a replay of the tape of each has said, "" where it was
-    the same."""
+    """By life of the broker the error of a replay of its tape; "" for an equal replay."""
     said = {}
     for tape in sorted(folder.glob("broker.*.tape")):
         done = subprocess.run(
@@ -160,10 +159,10 @@ def replayed(folder: Path) -> dict[str, str]:
 
 
 def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Record]]:
-    """Audit a run that came to its end, and fill in the report; from `until` on everybody left.
+    """Audit a run that has ended, and complete the report; workers left from `until` on.
 
     Returns:
-        What the watch has seen, without versions that were lost.
+        The versions that the watch has seen, without lost ones.
     """
     crew, fragments = watch.crew, watch.crew.mode.fragments
     final = {"versions": report["ending"]["versions"]}

@@ -1,9 +1,8 @@
-"""What is done to a run, to whom, and when: a plan drawn from a seed. Pure.
+"""The faults of a run, their targets and times: a plan drawn from a seed. Pure.
 
-Faults come one after the other, each once a few rounds have closed since the last; so the run must live
-through each of them, while what they left behind (a worker on its way back, a delta that was held up)
-may well meet the next. Two of the workers are killed again and again, the others never: what those
-have trained must all be in the end.
+Faults come one after the other, each a few rounds after the last; so the run must survive each of them,
+while their effects (a worker that reconnects, a delayed delta) may overlap with the next. Two of the
+workers are killed repeatedly, the others never: all work of the others must be in the final version.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ RELAYS = (
     "south",
 )  # in the mode that has them: w0 and w2 are behind one, w1 and w3 the other
 
-HEARTBEAT_TIMEOUT_S = 4.0  # of the drill's broker: a worker silent for so long counts as dead
+HEARTBEAT_TIMEOUT_S = 4.0  # of the drill's broker: after this silence a worker counts as dead
 DISCONNECT_GRACE_S = 1.0
-# Some stops are over before anybody counts as dead, some are not.
+# Some stops end before the worker counts as dead, some do not.
 STOPS_S = (HEARTBEAT_TIMEOUT_S + 2.0, HEARTBEAT_TIMEOUT_S / 3)
 
 
@@ -56,9 +55,9 @@ class Kind(Enum):
         seconds: Sequence[float] = (0.0,),
     ) -> None:
         self.words = words
-        self.whole, self.short = whole, short  # how many there are of it in a drill
-        self.targets = targets  # whom they befall, in turn
-        self.seconds = seconds  # how long they last, in turn
+        self.whole, self.short = whole, short  # their number in a drill
+        self.targets = targets  # in turn
+        self.seconds = seconds  # in turn
 
     @property
     def is_kill(self) -> bool:
@@ -70,7 +69,7 @@ class Kind(Enum):
 
     @property
     def is_within(self) -> bool:
-        """Does it come behind a byte that is still to come?"""
+        """Whether it cuts within a message."""
         return self in (Kind.CUT_WITHIN, Kind.CUT_WAN)
 
 
@@ -79,28 +78,28 @@ class Fault:
     kind: Kind
     target: str  # a worker's or relay's name, or "broker"
     gap: int  # rounds that close before it, counted from the last one
-    delay: float  # seconds after that, so that it may come anywhere in a round
-    seconds: float = 0.0  # how long it lasts, where it lasts
-    within: int = 0  # bytes that still pass, where a connection is cut within a message
+    delay: float  # seconds after that, so that it comes anywhere in a round
+    seconds: float = 0.0  # its length, if any
+    within: int = 0  # bytes until the cut within a message
 
 
 @dataclass
 class Injected:
     fault: Fault
     at: float | None = None  # when it took effect, on the monotonic clock; None until it has
-    is_over: bool = False  # what had to be seen was seen, where that is more than new versions
+    is_over: bool = False  # its end was seen, if that takes more than new versions
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done in one mode: the least number of rounds, and faults of each kind."""
+    """The extent of one mode: the least number of rounds, and faults of each kind."""
 
     rounds: int
     gap: tuple[int, int]
     counts: Mapping[Kind, int]
 
     def of(self, relays: Sequence[str]) -> Scale:
-        """The same for a mode with these relays: without any nothing is done to them."""
+        """The same for a mode with these relays; without relays there are no faults of relays."""
         return replace(
             self, counts={k: n for k, n in self.counts.items() if relays or not k.is_of_relays}
         )
@@ -134,7 +133,7 @@ def plan(seed: int, mode: str, scale: Scale) -> list[Fault]:
 
 
 def apart(kinds: Sequence[Kind], which: Kind) -> list[Kind]:
-    """The same kinds, these spread over the plan: the first third has the first of three, and so on."""
+    """The same kinds, with `which` spread evenly over the plan."""
     others = [kind for kind in kinds if kind is not which]
     amount = len(kinds) - len(others)
     for number in range(amount):

@@ -1,4 +1,4 @@
-"""Carrying out one fault after the other."""
+"""Carries out one fault after the other."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from diloco_lab.chaos.run_watch import RunWatch
 from diloco_protocol.errors import DilocoError
 from diloco_worker import DiLoCoClient
 
-RESTART_AFTER_S = 0.3  # what a supervisor takes to start a process again
-STAY_ROUNDS = 4  # that a newcomer takes part in
-FULL_ROUNDS = 2  # that close while the disk is full
+RESTART_AFTER_S = 0.3  # the time of a supervisor to restart a process
+STAY_ROUNDS = 4  # with a newcomer
+FULL_ROUNDS = 2  # while the disk is full
 REPORT_WITHIN_S = 15.0
 STATUS_WITHIN_S = 5.0
 STATUS_EVERY_S = 0.3
 
 
 def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected]) -> None:
-    """Carry out a plan. `injected` grows as it goes, so that it is there when something breaks."""
+    """Carry out a plan. `injected` grows meanwhile, so that it is complete if something breaks."""
     last = "the start"
     for fault in faults:
         watch.wait_rounds(fault.gap, last)
@@ -34,7 +34,7 @@ def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected
 
 
 def inject(watch: RunWatch, entry: Injected) -> None:
-    """Carry out one fault; what belongs to it later is put off."""
+    """Carry out one fault; its later parts are scheduled."""
     fault, crew, target = entry.fault, watch.crew, entry.fault.target
     if target in WORKERS:
         life = watch.await_joined(target)
@@ -72,7 +72,7 @@ def inject(watch: RunWatch, entry: Injected) -> None:
 
 
 def _break_lines(watch: RunWatch, entry: Injected) -> None:
-    """Cut a line within a message; workers behind a relay are away until a version has them again."""
+    """Cut a line within a message; workers of a relay count as away until a version has them again."""
     fault, crew, target = entry.fault, watch.crew, entry.fault.target
     if fault.kind.is_within:
         crew.proxies[target].cut_within(fault.within)
@@ -85,7 +85,7 @@ def _break_lines(watch: RunWatch, entry: Injected) -> None:
 
 
 def _is_away(watch: RunWatch, life: Life, at: float) -> None:
-    """It counts as stopped until a version has it again, or it is gone."""
+    """It counts as stopped until a version has it again, or it has ended."""
     goes_on = _stands_still(life, at)
 
     def is_back() -> bool:
@@ -97,7 +97,7 @@ def _is_away(watch: RunWatch, life: Life, at: float) -> None:
 
 
 def _stands_still(life: Life, at: float) -> Callable[[], None]:
-    """It counts as stopped from then on, until what is returned is called."""
+    """It counts as stopped from `at` until the returned function is called."""
     life.stops.append((at, float("inf")))
 
     def goes_on() -> None:
@@ -131,7 +131,7 @@ def _newcomer(watch: RunWatch, entry: Injected) -> None:
 
 
 def _fill_disk(watch: RunWatch, entry: Injected) -> None:
-    """No checkpoint fits for some rounds. The broker has to say so, train on, and save again after."""
+    """No checkpoint fits for some rounds. The broker must report it, continue, and save again after."""
     crew = watch.crew
 
     def wait(condition: Callable[[], bool], sentence: str) -> None:
@@ -142,7 +142,7 @@ def _fill_disk(watch: RunWatch, entry: Injected) -> None:
     try:
         wait(
             lambda: bool(_error(watch)),
-            "The checkpoint disk is full and the broker does not say so.",
+            "The checkpoint disk is full and the broker does not report it.",
         )
         watch.wait_rounds(FULL_ROUNDS, "the checkpoint disk was full")
     finally:
@@ -153,7 +153,7 @@ def _fill_disk(watch: RunWatch, entry: Injected) -> None:
 
 
 def _error(watch: RunWatch) -> str | None:
-    """What is wrong with the checkpoints, as the broker's status says; None when it does not answer."""
+    """The error of the checkpoints in the broker's status; None if it does not answer."""
     try:
         with DiLoCoClient(watch.crew.address, timeout=STATUS_WITHIN_S) as client:
             checkpoint = client.status()["checkpoint"]

@@ -1,14 +1,13 @@
-"""What one mode of the drill has shown, and which promises it has broken. Pure.
+"""The report of one mode of the drill, and the broken promises. Pure.
 
-A report is the document that is written to MODE.json. Each broken promise is one sentence that names
-the values.
+A report is the document in MODE.json. Each broken promise is one sentence with its values.
 
 **Useful work** is inner steps inside applied contributions over inner steps trained. The unit is one
 inner step on one fragment, so with P fragments a step counts P times: once for each fragment whose
-pseudo-gradient has to carry it. A pseudo-gradient carries the steps since the last one of its fragment;
-it is applied when all of it is in the lineage of the final version. What is in there by halves counts
-as nothing. That holds in every mode; asynchronous runs of the drill have P = 1. Steps of killed lives
-are known from a file that each step writes.
+pseudo-gradient must carry it. A pseudo-gradient carries the steps since the last one of its fragment; it
+is applied if all of it is in the lineage of the final version, and a part of it counts as nothing. That
+holds in every mode; asynchronous runs of the drill have P = 1. Steps of killed lives are known from a
+file that each step writes.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from diloco_lab.chaos.crew import Life
 from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
 from diloco_lab.driver.tables import Table, table_of
 
-# Seconds until the first rounds have closed on two idle cores: mostly five processes that start.
+# Seconds of the first rounds on two idle cores, mostly to start five processes.
 USUAL_S = 8.0
 
 
 def slowness_of(calm_s: float) -> float:
-    """By how much longer than two idle cores a machine takes on which the calm beginning took that long.
+    """How much slower than two idle cores a machine with this calm beginning is.
 
-    Never less than 1; bounds of time grow by it.
+    At least 1; bounds of time are multiplied by it.
     """
     return max(1.0, calm_s / USUAL_S)
 
 
 LEAST_SHARE_AVERAGED = 0.95
-RECOVERY_S = 20.0  # from a kill to the next round, starting a process on a busy machine included
+RECOVERY_S = 20.0  # from a kill to the next round, with a process start on a busy machine
 SEEN_BY_ITSELF = (Kind.FILL_DISK, Kind.GUEST)  # their end takes more than a new version
 Report = dict[str, Any]
 
 
 def new_report(mode: str, allowed: int) -> Report:
-    """Of a run that has not come to anything yet; one kill may cost `allowed` inner steps."""
+    """An empty report; one kill may cost `allowed` inner steps."""
     return {
         "mode": mode,
         "rounds": 0.0,  # in the lineage of the final version, like the contributions
@@ -69,7 +68,7 @@ def work(trained: int, applied: int) -> dict[str, Any]:
 def work_of(
     steps: int, log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], fragments: int
 ) -> dict[str, Any]:
-    """What became of the inner steps of one life; `entered` is what the final versions contain."""
+    """The inner steps of one life; `entered` are the contributions to the final versions."""
     applied = 0
     for push_id, frozen in log.frozen.items():
         parts = entered.get((log.worker, push_id), ())
@@ -81,12 +80,12 @@ def work_of(
 def averaged(
     versions: Sequence[tuple[float, Collection[str]]], lives: Sequence[Life], window: int = 1
 ) -> dict[str, Any]:
-    """Of the workers alive throughout a round, how many its version contains; over all rounds.
+    """The number of workers alive throughout a round that its version contains, over all rounds.
 
     Args:
         versions: when each was seen, and which workers are in it, in order.
         window: versions that make a round: 1, where there are rounds. In asynchronous mode each version
-            is one worker's, so it is twice the number of workers: who is in none of them was left out.
+            is one worker's, so it is twice the number of workers; a worker in none of them was left out.
     """
     alive = hits = 0
     for end in range(window, len(versions), window):
@@ -99,20 +98,20 @@ def averaged(
 
 
 def workers_in(release: Record) -> set[str]:
-    """Whose work is in a version."""
+    """The workers in a version."""
     return {push["worker"] for push in release["pushes"]}
 
 
 def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float) -> dict[str, Any]:
-    """What came after a fault: seconds to the next version, and whether the run got over it.
+    """The effect of a fault: seconds to the next version, and whether the run survived it.
 
-    It did when it went on, and the target took part again, or left as it was meant to. `seen` are all
-    versions with the time at which each was seen; the run `began` on the same clock.
+    It did if it continued, and the target took part again, or left as intended. `seen` are all versions
+    with the time at which each was seen; the run `began` on the same clock.
     """
     at = float("inf") if entry.at is None else entry.at
     later = [each for each in seen if each[0] > at]
     back, target = later, entry.fault.target
-    if target in (*WORKERS, *RELAYS):  # it has to take part again, or somebody behind it
+    if target in (*WORKERS, *RELAYS):  # it must take part again, or for a relay one of its workers
         names = {target} if target in WORKERS else {*WORKERS[RELAYS.index(target) :: len(RELAYS)]}
         back = [each for each in later if names & workers_in(each[1])]
     return {
@@ -125,7 +124,7 @@ def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float)
 
 
 def audited(findings: Findings) -> dict[str, Any]:
-    """What the audit has found."""
+    """The findings of the audit, for the report."""
     names = ("problems", "doubled", "lost", "remarks", "dropped", "forgotten")
     lists = {name: getattr(findings, name) for name in names}
     return {"versions": len(findings.lineage), **lists}
@@ -138,7 +137,7 @@ def problems(report: Report, least_rounds: int) -> Iterator[str]:
             at = each["at_s"]
             when = "never carried out" if at is None else f"{at:.0f} s after the start"
             what = f"{Kind[each['kind'].upper()].words} ({each['target']}, {when})"
-            yield f"The run did not get over a fault: {what}."
+            yield f"The run did not survive a fault: {what}."
     allowed_s = RECOVERY_S * report["slowness"]
     for each in report["faults"]:
         if Kind[each["kind"].upper()].is_kill and (each["next_round_s"] or 0.0) > allowed_s:
@@ -162,7 +161,7 @@ def _of_the_end(ending: Record) -> Iterator[str]:
         for version, told in held.items():
             who, seen = first.setdefault(version, (name, told))
             if told != seen:
-                yield f"{name} and {who} hold other values of version {version}."
+                yield f"{name} and {who} have different values of version {version}."
     checksum = ending["checksum"]
     for name, told in ending["checksums"].items():
         if told != checksum:
@@ -194,7 +193,7 @@ def _of_figures(report: Report, least_rounds: int) -> Iterator[str]:
                 "are allowed."
             )
     if report["rounds"] < least_rounds:
-        yield f"The run had {report['rounds']:g} rounds; {least_rounds} were to be."
+        yield f"The run had {report['rounds']:g} rounds; {least_rounds} were required."
     average = report["averaged"]
     if average["share"] < LEAST_SHARE_AVERAGED:
         yield (
@@ -204,7 +203,7 @@ def _of_figures(report: Report, least_rounds: int) -> Iterator[str]:
 
 
 def faults_table(reports: Sequence[Report]) -> Table:
-    """Faults injected and survived, and how soon the next round closed, by mode."""
+    """Faults injected and survived, and the seconds to the next round, by mode."""
     title = "faults: survived of injected, seconds to the next round (median, worst)"
     columns: dict[str, Callable[[Kind], str]] = {"": lambda kind: kind.words}
     columns |= {report["mode"]: partial(_survived, report["faults"]) for report in reports}
@@ -223,7 +222,7 @@ def _survived(verdicts: Sequence[Record], kind: Kind) -> str:
 
 
 def figures_table(reports: Sequence[Report]) -> Table:
-    """The headline and what stands behind it, by mode."""
+    """The share of useful work and its parts, by mode."""
     by_mode = [_cells(report) for report in reports]
     return Table(
         "figures",
@@ -239,7 +238,7 @@ def _work(work: Record) -> str:
 
 
 def _cells(report: Report) -> dict[str, str]:
-    """One mode, from top to bottom; a dash where it did not come to that."""
+    """The cells of one mode; a dash if it was not reached."""
     findings, told, same = "not audited", "-", "-"
     if (audit := report["audit"]) is not None:
         twice, gone = len(audit["doubled"]), len(audit["lost"])

@@ -1,7 +1,7 @@
-"""What is going on in a run, as it is seen from outside: new versions, who has joined, what is due.
+"""Watches a run from outside: new versions, joined workers, and scheduled actions.
 
-Nothing is awaited blindly: each wait has a bound and a sentence for the case that it was in vain, and
-while it lasts what has been put off (`when`) is done at its time.
+Each wait has a bound and an error message, and during it the scheduled actions (`when`) are carried out
+at their time.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
 STANDSTILL_S = 25.0  # without a new version: the run hangs
-MODE_S = 300.0  # that a mode may take on two idle cores, where it takes less than 100
+MODE_S = 300.0  # bound of a mode on two idle cores, where it takes less than 100
 
 
 class Broken(Exception):
-    """A promise is broken and the drill cannot go on; the message is a sentence that names it."""
+    """A promise is broken and the drill cannot continue; the message names it."""
 
 
 class RunWatch:
     """See the head of this module. Times are of the monotonic clock.
 
-    `slowness` is that of this machine, which each wait may take longer by.
+    `slowness` is that of this machine, by which each bound is multiplied.
     """
 
     def __init__(self, crew: Crew, slowness: float) -> None:
         self.crew = crew
         self.slowness = slowness
         self._began = time.monotonic()
-        # The versions so far, those that came after others, and when each was seen.
+        # The versions so far, except the first ones, each with the time at which it was seen.
         self.seen: list[tuple[float, Record]] = []
         self._log = JsonLines(crew.folder / BROKER_LOG)
         self._logs: dict[str, JsonLines] = {}
@@ -45,7 +45,7 @@ class RunWatch:
         return len(self.seen) / self.crew.mode.versions_a_round
 
     def stretched(self, seconds: float) -> float:
-        """A bound that fits two idle cores, for this machine."""
+        """A bound for two idle cores, scaled for this machine."""
         return round(seconds * self.slowness, 2)
 
     @property
@@ -53,7 +53,7 @@ class RunWatch:
         return not self._put_off
 
     def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
-        """Do something as soon as a condition holds."""
+        """Schedule an action for when a condition holds."""
         self._put_off.append((condition, action))
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
@@ -61,7 +61,7 @@ class RunWatch:
         self.when(lambda: time.monotonic() >= due, action)
 
     def look(self) -> None:
-        """Take in what is new, and do what is due."""
+        """Read new records, and carry out due actions."""
         now = time.monotonic()
         self.seen += [(now, each) for each in self._log.new() if each["after"] is not None]
         for life in self.crew.lives:
@@ -86,10 +86,10 @@ class RunWatch:
     def wait_until(
         self, condition: Callable[[], bool], seconds: float, sentence: str, every: float = TURN_S
     ) -> None:
-        """Wait until a condition holds; raises Broken with the sentence after `seconds`, or more of them
-        on a slow machine.
+        """Wait until a condition holds; raises Broken with the sentence after `seconds`, scaled for this
+        machine.
 
-        The condition is looked at each `every` seconds, the run itself all the time.
+        The condition is checked each `every` seconds, the run itself all the time.
         """
         until = time.monotonic() + self.stretched(seconds)
         self.look()
@@ -107,7 +107,7 @@ class RunWatch:
             self.pause(every)
 
     def wait_rounds(self, rounds: float, after: str) -> None:
-        """Wait until this many more rounds have closed; raises Broken when the run stands still."""
+        """Wait until this many more rounds have closed; raises Broken if the run stands still."""
         target = len(self.seen) + rounds * self.crew.mode.versions_a_round
         seconds = self.stretched(STANDSTILL_S)
         sentence = f"No round closed for {seconds:g} s after {after}."

@@ -1,7 +1,7 @@
 """The role "drill-worker": trains the demo's model until it is told to leave, or is killed.
 
-It writes down each inner step at once, so that what was trained in a life that ended in the middle is
-known; and it leaves the run only when nothing that it has trained is unsent.
+It records each inner step at once, so that the work of a killed process is known; and it leaves the run
+only after all of its work was sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORCES = 3  # attempts to get the last steps in
 
 
 class StepCount:
-    """Writes down each optimizer step before anything else hears of it."""
+    """Records each optimizer step before other hooks see it."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -52,23 +52,23 @@ class DrillWorker:
     def train(  # noqa: PLR0917  by name
         self, server: str, worker: str, steps: str, audit: str, shard: str, seed: int, pause: float
     ) -> dict[str, Any]:
-        """Take part in the run until something else is asked for, and leave it.
+        """Take part in the run until the next request, and leave it.
 
         Args:
             steps: file for the number of steps, 8 bytes.
             audit: file for the worker's own log of its pushes.
             shard: file with the text to train on.
             seed: of the batches.
-            pause: seconds of sleep behind each step, which stand for a larger model.
+            pause: seconds of sleep after each step, in place of a larger model.
 
         Returns:
-            `held`, by the name of each version that this worker holds a checksum of its values.
+            `held`: by the name of each version of this worker a checksum of its values.
         """
         text = torch.frombuffer(bytearray(Path(shard).read_bytes()), dtype=torch.uint8)
         model = build_model(0, GPTConfig(context=CONTEXT))
         optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
         count = StepCount(Path(steps))
-        optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
+        optimizer.register_step_post_hook(count)  # before the hook's, so it is called first
         with DiLoCoWorker(
             model,
             optimizer,
@@ -108,7 +108,7 @@ def copies(diloco: DiLoCoWorker) -> dict[str, str]:
 
 
 def bring_in(diloco: DiLoCoWorker, audit: Path) -> None:
-    """Send what has been trained since the last pseudo-gradient of each fragment."""
+    """Send the steps since the last pseudo-gradient of each fragment."""
     config = diloco.config
     assert config is not None
     for _ in range(FORCES):

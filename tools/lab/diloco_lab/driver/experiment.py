@@ -1,4 +1,4 @@
-"""The command line of an experiment: its folder, what it prints meanwhile, and how it ends."""
+"""The command line of an experiment: its folder, its output, and its end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 def emptied(folder: Path, mark: str) -> Path:
-    """A folder without what an earlier start has left in it, which has a file of this name.
+    """Empty a folder of an earlier start, recognised by a file named `mark`.
 
     Raises:
-        OSError: there is something else in it.
+        OSError: the folder contains something else.
     """
     if folder.exists() and any(folder.iterdir()):
         if not (folder / mark).exists():
-            raise FileExistsError(f"{folder} has no {mark}, so something else is in it")
+            raise FileExistsError(f"{folder} contains something else, and no file {mark}")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -40,10 +40,10 @@ class Experiment:
     """One start of an experiment.
 
     Args:
-        command: as it is started in a checkout; it begins each message to standard error.
+        command: the command in a checkout; it begins each message to standard error.
         out: the folder for its results and logs.
-        interrupted: what Ctrl-C leaves behind.
-        width: of tables where there is no terminal.
+        interrupted: the message after Ctrl-C.
+        width: of tables without a terminal.
 
     Attributes:
         has_failed: a part could not be measured.
@@ -65,7 +65,7 @@ class Experiment:
 
     @property
     def at(self) -> str:
-        """When it was started, in ISO 8601 with the offset of the time zone."""
+        """The time of its start, in ISO 8601 with the offset of the time zone."""
         return self._at.isoformat(timespec="seconds")
 
     @property
@@ -75,7 +75,7 @@ class Experiment:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Since its start."""
         return time.monotonic() - self._began
 
     @property
@@ -87,16 +87,16 @@ class Experiment:
         self.shown.print(text, soft_wrap=True)
 
     def tick(self, text: str) -> None:
-        """Say something with the seconds since the start."""
+        """Print a text with the seconds since the start."""
         self.say(f"{self.seconds:4.0f} s  {text}")
 
     def refuse(self, sentence: str) -> NoReturn:
-        """End: with these options it cannot be done."""
+        """End with an error in the options."""
         terminal.fail(self.command, sentence, 2)
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """The folder for results while the experiment runs; any error ends it with a sentence."""
+        """The folder for results while the experiment runs; an error ends it with a message."""
         end_like_an_error_on_signals()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Experiment:
             terminal.fail(self.command, f"interrupted; {self._interrupted}", 130)
 
     def logs(self) -> Path:
-        """The folder for logs, which is made."""
+        """Make the folder for logs."""
         logs = self.out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         return logs
@@ -123,11 +123,11 @@ class Experiment:
         failures: tuple[type[Exception], ...] = (ChildFailed,),
         each: Callable[[T], None] = lambda _: None,
     ) -> list[T]:
-        """The results of all parts, in order. One that fails leaves those before and after it valid.
+        """The results of all parts, in order. If one fails, the others remain valid.
 
         Args:
-            failed: is called with the name of a part that has failed, and cleans up.
-            each: is called with each result.
+            failed: called with the name of a failed part, to clean up.
+            each: called with each result.
         """
         found: list[T] = []
         for number, (name, part) in enumerate(parts.items(), start=1):
@@ -149,7 +149,7 @@ class Experiment:
         return path
 
     def end(self, tables: Iterable[Any], notes: Sequence[str], problems: Sequence[str]) -> None:
-        """Print tables, notes, and a line for each broken promise; exit code 1 where there is one."""
+        """Print tables, notes, and a line for each broken promise; exit code 1 if there is one."""
         for table in tables:
             self.shown.print(table)
         for sentence in [*notes, *(f"BROKEN  {each}" for each in problems)]:

@@ -1,4 +1,4 @@
-"""What the kernel says about this machine and about processes on it: Linux's /proc."""
+"""This machine and its processes, as Linux's /proc describes them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from diloco_tools.tcp_proxy import HOST
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has now; raises OSError when it is gone."""
+    """Bytes of memory of a process; raises OSError if it is gone."""
     return bytes_in(f"/proc/{pid}/status", "VmRSS")
 
 
 def peak(pid: int) -> int:
-    """The most bytes that it has had since it started, or since `forget_peak`."""
+    """Its largest memory since its start, or since `forget_peak`."""
     return bytes_in(f"/proc/{pid}/status", "VmHWM")
 
 
@@ -36,27 +36,27 @@ def available_bytes() -> int:
 
 
 def bytes_in(path: str, name: str) -> int:
-    """What a line such as "VmRSS:   1024 kB" says."""
+    """The value of a line such as "VmRSS:   1024 kB"."""
     (found,) = (line for line in Path(path).read_text().splitlines() if line.startswith(name + ":"))
     return int(found.split()[1]) * 1024
 
 
 def forget_peak(pid: int) -> None:
-    """Let the peak of a process begin anew at what it uses now; see proc(5), clear_refs."""
+    """Reset the peak of a process to its current memory; see proc(5), clear_refs."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def give_back() -> None:
-    """Return memory of this process that is free to the system, so that it is not counted."""
+    """Return unused memory of this process to the system, so that it is not counted."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, all of its threads, to the nanosecond; raises OSError when it is gone.
+    """CPU time of a process, all of its threads, to the nanosecond; raises OSError if it is gone.
 
-    The number of its clock is made as clock_getcpuclockid(3) does it on Linux.
+    The id of its clock is that of clock_getcpuclockid(3) on Linux.
     """
     return time.clock_gettime((~pid << 3) | 2)
 
@@ -68,20 +68,20 @@ def allow_many_files() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def complaint() -> str:
-    """Why nothing can be measured here; empty where it can."""
+    """Why nothing can be measured here; empty if it can."""
     if Path("/proc/self/clear_refs").exists():
         return ""
     return f"processes are watched through Linux's /proc, and this is {sys.platform}"
 
 
 def describe() -> dict[str, Any]:
-    """What figures should be read with: processor, memory, load, versions."""
+    """The context of measurements: processor, memory, load, versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {

@@ -10,12 +10,12 @@ from diloco_tools.processes import Children
 
 
 def words(text: str) -> list[str]:
-    """Those between commas."""
+    """The words between commas."""
     return [each.strip() for each in text.split(",") if each.strip()]
 
 
-START_WITHIN_S = 60.0  # for a process of ours to say where it listens, on a busy machine
-ANYWHERE = "tcp://127.0.0.1:*"  # an address on this machine that the system chooses
+START_WITHIN_S = 60.0  # until a process prints its address, on a busy machine
+ANYWHERE = "tcp://127.0.0.1:*"  # the system chooses the port
 
 
 def broker_command(*words: str, inside: Sequence[str] = (), **options: object) -> list[str]:
@@ -32,7 +32,7 @@ def broker_command(*words: str, inside: Sequence[str] = (), **options: object) -
 
 
 def make_keys(children: Children, folder: Path, *workers: str, **others: str) -> None:
-    """Have the broker's command make keys for these workers, and others by role; raises ChildFailed."""
+    """Make keys for these workers, and others by role, with diloco-broker; raises ChildFailed."""
     keygen = children.start("keygen", broker_command("keygen", str(folder), *workers, **others))
     if keygen.wait(START_WITHIN_S) != 0:
         raise keygen.failure()

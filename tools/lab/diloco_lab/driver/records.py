@@ -13,11 +13,11 @@ Record = Mapping[str, Any]
 
 
 class BadFile(Exception):
-    """A file does not hold results of this program; the message says what is wrong with it."""
+    """A file does not contain results of this program; the message says why."""
 
 
 def text_of(document: Any) -> str:
-    """A dataclass as JSON; its tuples hold records (dataclasses), one on each line."""
+    """A dataclass as JSON; its tuples contain records (dataclasses), one on each line."""
     values = {each.name: getattr(document, each.name) for each in fields(document)}
     records = {name: value for name, value in values.items() if isinstance(value, tuple)}
     head = {name: value for name, value in values.items() if name not in records}
@@ -29,7 +29,7 @@ def text_of(document: Any) -> str:
 
 
 def read_document(path: Path, kind: type[T]) -> T:
-    """What `text_of` has written of such a document.
+    """Read a document that `text_of` has written.
 
     Raises:
         BadFile: it cannot be read, or is something else.
@@ -45,11 +45,11 @@ def read_document(path: Path, kind: type[T]) -> T:
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise BadFile(f"{path} holds no measurements of this program ({error!r})") from None
+        raise BadFile(f"{path} contains no measurements of this program ({error!r})") from None
 
 
 def record_of(kind: type[T], plain: Record) -> T:
-    """Unknown keys are ignored: a newer version may have written them."""
+    """A record from JSON; unknown keys, of a newer version say, are ignored."""
     known = {each.name for each in fields(kind)} & plain.keys()  # type: ignore[arg-type]
     values = {name: plain[name] for name in known}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
@@ -60,7 +60,7 @@ def _line(record: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with the digits that are significant."""
+    """Floats with their significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):
@@ -73,7 +73,7 @@ class Results:
     """A log with a line of JSON for each finished run, by which an interrupted experiment resumes.
 
     Attributes:
-        key_of: identifies the run that a record is of.
+        key_of: identifies the run of a record.
     """
 
     file: Path
@@ -95,7 +95,7 @@ class Results:
         return self._found[key]
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """Append a record, at once, in place of a line that was cut off."""
+        """Append a record at once; it replaces a line that was cut off."""
         self._found[self.key_of(result)] = dict(result)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self._is_cut_off:

@@ -1,11 +1,11 @@
-"""Processes that play a role: asked for an action by a JSON object, they answer with another.
+"""Processes that play a role: they answer each request, a JSON object, with another.
 
     python -m diloco_lab.driver.roles ROLE
 
-A request names an action, which is a method of the role, and its arguments; the answer is what the
-method returned. "rest" is none: it ends an action that goes on until it is asked for, which then
-answers. The process ends as soon as nobody can ask any more, so none outlives the experiment. Its
-standard input is the socket for both; what it prints goes to its log.
+A request names an action, which is a method of the role, and its arguments; the answer is the method's
+result. "rest" is not an action: it ends one that runs until the next request, which then answers. A
+process ends as soon as its socket is closed, so none outlives the experiment. That socket is its
+standard input; its output goes to its log.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 from diloco_tools.processes import Child
 
-ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
+ANSWER_WITHIN_S = 120.0  # far longer than any action: a hung process must not hang the experiment
 END_WITHIN_S = 3.0
-# Each is loaded only where it is played: most need no torch, which takes seconds and 200 MB.
+# A process loads only its own: most need no torch, which takes seconds and 200 MB.
 ROLES = {
     "raw": "bench.roles.raw:RawEnd",
     "hearts": "bench.roles.hearts:Hearts",
@@ -40,21 +40,21 @@ class RoleProcess(Child):
     """A child that plays one of `ROLES`."""
 
     def __init__(self, role: str, name: str, folder: Path, inside: Sequence[str] = ()) -> None:
-        """`inside`: a command that runs another one somewhere, in its own place (exec)."""
+        """`inside`: a command that runs another one in its own place (exec), in a namespace say."""
         command = [*inside, sys.executable, "-m", "diloco_lab.driver.roles", role]
         self._channel, theirs = Pipe()
         with theirs:
             super().__init__(name, command, folder, stdin=theirs.fileno())
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Ask for an action; `hear` has to follow."""
+        """Ask for an action; `hear` must follow."""
         try:
             self._channel.send_bytes(json.dumps({"do": do, **arguments}).encode())
         except BrokenPipeError:
             raise self.failure() from None
 
     def hear(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
-        """The next answer; raises ChildFailed where there is none in time, or the process has died."""
+        """The next answer; raises ChildFailed if it is late or the process has died."""
         if not self._channel.poll(within_s):
             raise self.failure(f"did not answer within {within_s:g} s")
         try:
@@ -85,12 +85,12 @@ def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list
 
 
 def play(name: str) -> None:
-    """Do what is asked until nobody asks any more. An action that fails ends the process."""
+    """Answer requests until the socket is closed. An action that fails ends the process."""
     logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", level=logging.INFO)
     if name not in ROLES:
-        raise SystemExit(f"there is no role {name!r}")
+        raise SystemExit(f"unknown role {name!r}")
     channel = Connection(os.dup(0))
-    # `poll` is for actions that go on until the next request is there.
+    # `poll` is for actions that run until the next request.
     role = resolve_name(f"diloco_lab.{ROLES[name]}")(channel.poll)
     while True:
         try:

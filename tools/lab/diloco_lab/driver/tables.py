@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from diloco_lab.driver.records import BadFile
 
 R = TypeVar("R")
-NOTHING = "-"  # a cell for which there is no number
+NOTHING = "-"  # an empty cell
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Table:
         return shown
 
     def lines(self) -> Iterator[str]:
-        """Of a Markdown page, without an empty one at either end."""
+        """The lines of a Markdown page, without an empty one at either end."""
         head = (", ".join(name.split("\n")) for name in self.head)
         yield f"| {' | '.join(head)} |"
         yield f"|{' --- |' * len(self.head)}"
@@ -61,7 +61,7 @@ def table_of(
     labels: int = 1,
     notes: Iterable[str] = (),
 ) -> Table:
-    """A table with a row for each of these; a column is its head and what makes a cell of a row."""
+    """A table with a row for each of these; a column is its head and a function from row to cell."""
     cells = tuple(tuple(cell(row) for cell in columns.values()) for row in rows)
     return Table(key, title, tuple(columns), cells, labels, tuple(notes))
 
@@ -76,7 +76,7 @@ def show(tables: Iterable[Table], console: Console) -> None:
 
 
 def rate_of(bits_per_s: float) -> str:
-    """In words.
+    """A rate in words.
 
     >>> rate_of(1e9), rate_of(5e7)
     ('1 Gb/s', '50 Mb/s')
@@ -85,7 +85,7 @@ def rate_of(bits_per_s: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """With three digits.
+    """Seconds with three digits.
 
     >>> seconds(0.0834), seconds(12.345), seconds(164.2)
     ('0.083 s', '12.3 s', '164 s')
@@ -95,7 +95,7 @@ def seconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Closer to 100 the more digits, so that 99.9 and 100 are not the same.
+    """A percentage, with more digits near 100, so that 99.9 and 100 differ.
 
     >>> percent(0.934), percent(0.99523), percent(0.99996)
     ('93.4%', '99.5%', '99.996%')

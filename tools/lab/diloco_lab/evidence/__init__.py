@@ -1,1 +1,1 @@
-"""Claims about DiLoCo and this project, measured so that anybody can repeat them."""
+"""Claims about DiLoCo and this project, with repeatable measurements."""

@@ -46,19 +46,19 @@ def main(  # noqa: PLR0917  each is an option
     ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: one for each core.")] = 0,
 ) -> None:
-    """Train small models, hold what comes out against each claim: PASS, or NOT SHOWN.
+    """Train small models and compare the results with each claim: PASS, or NOT SHOWN.
 
-    Each run is kept as soon as it is done, in results.jsonl of the folder; the same command goes on
-    where it was stopped. Up to ten minutes for each part on two cores.
+    The result of each run is added to results.jsonl of the folder as soon as it is known; the same
+    command continues after an interruption. Up to ten minutes for each part on two cores.
     """
     experiment = Experiment(
-        COMMAND, out, interrupted="the same command goes on with what is missing"
+        COMMAND, out, interrupted="the same command continues with the missing runs"
     )
     wrong = experiment.refuse
     wanted = list(PARTS) if ALL in parts or parts == [PAGE] else list(dict.fromkeys(parts))
     for name in wanted:
         if name not in PARTS:
-            wrong(f"there is no part {name!r}; choose from {', '.join(PARTS)}, {ALL} or {PAGE}")
+            wrong(f"unknown part {name!r}; choose from {', '.join(PARTS)}, {ALL} or {PAGE}")
     if data is not None and not data.exists():
         wrong(f"{data} does not exist; --data takes a text file or a folder of them")
     with experiment.folder():
@@ -88,7 +88,7 @@ def main(  # noqa: PLR0917  each is an option
 
 
 def measure(experiment: Experiment, study: Study, part: Part, jobs: int) -> None:
-    """One part, with a line for each run as it is done, and its findings at the end."""
+    """Measure one part, with a line for each completed run, and its findings at the end."""
     if missing := study.missing(part):
         experiment.tick(f"{part.name} {missing} runs to go")
     conducted = study.conduct(part, jobs, lambda text: experiment.tick(f"{part.name} {text}"))

@@ -1,4 +1,4 @@
-"""A claim: a relation that is expected, what was measured over paired seeds, and what that shows."""
+"""A claim: the expected relation, the measured values of paired seeds, and the verdict."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ Result = Mapping[str, Any]
 Measured = Mapping[str, Sequence[Result]]  # by arm, in the order of the seeds
 Verdict = Literal["PASS", "NOT SHOWN", "reported"]
 
-# Of a run that has diverged: worse than any other, by however much.
-DIVERGED = math.inf
-# Fewer say nothing about their spread.
-FEWEST_SEEDS = 3
+DIVERGED = math.inf  # of a run that has diverged: worse than any other
+FEWEST_SEEDS = 3  # fewer do not show a spread
 
 
 @dataclass(frozen=True)
 class Relation:
-    """What a figure is expected to be: within bounds, of which either may be missing."""
+    """The bounds of a figure; either may be missing."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -36,11 +34,8 @@ class Relation:
 
     @property
     def is_open(self) -> bool:
-        """Nothing is expected: the figure is reported as it is."""
+        """Without bounds: the figure is only reported."""
         return self.least == -math.inf and self.most == math.inf
-
-
-REPORTED = Relation()
 
 
 @dataclass(frozen=True)
@@ -48,11 +43,11 @@ class Claim:
     """One line of the evidence.
 
     Attributes:
-        text: what is claimed, a sentence.
+        text: the claim, a sentence.
         relation: the bounds of the figure, in percent.
         measure: the figure of each seed, in percent, from the results of the part's arms.
-        published: what the paper has, and where; "" where it is a claim of ours.
-        never: what an infinite figure means.
+        published: the paper's figure and its place; "" for a claim of ours.
+        never: the text for an infinite figure.
     """
 
     text: str
@@ -64,16 +59,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in their seed alone, and from those of other arms in what is compared.
+    """Runs that differ only in their seed, and from those of other arms in the compared setting.
 
     Attributes:
         name: in tables and pictures.
         trial: its first seed.
-        choices: settings of which the best for this arm is taken, each as changes of the trial; it is
-            found on a seed of its own. Without any the trial is what it is.
-        tuned_as: the arm of the same part whose best setting this one gets instead.
-        speed: steps a second of the slowest worker, which rounds wait for; with it the curve is in
-            virtual seconds.
+        choices: settings, each as changes of the trial, of which the best is used; it is found on a seed
+            of its own. Without choices the trial is used as it is.
+        tuned_as: the arm of the same part whose best setting this one uses instead.
+        speed: steps a second of the slowest worker, which rounds wait for; it gives the curve in virtual
+            seconds.
     """
 
     name: str
@@ -85,11 +80,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Part:
-    """One question: its arms and what is claimed of them.
+    """One question: its arms and the claims about them.
 
     Attributes:
         name: on the command line.
-        axis: what the horizontal axis of its picture is.
+        axis: the horizontal axis of its picture.
     """
 
     name: str
@@ -101,7 +96,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a claim."""
+    """A claim with its measured values."""
 
     claim: Claim
     values: list[float]  # of each seed, in percent
@@ -112,16 +107,16 @@ class Finding:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean; infinite of a single value, and where one is not finite."""
+        """Standard error of the mean; infinite for a single value, or if one is not finite."""
         if len(self.values) < 2 or not all(map(math.isfinite, self.values)):
             return math.inf
         return statistics.stdev(self.values) / math.sqrt(len(self.values))
 
     @property
     def verdict(self) -> Verdict:
-        """PASS where the mean keeps to the relation also one standard error nearer to its bounds.
+        """PASS if the mean is within the bounds also one standard error nearer to them.
 
-        Where some seeds diverged, each of the others must keep to it; they themselves are above all.
+        If some seeds diverged, each of the others must be within them; a diverged one is above all.
         """
         relation = self.claim.relation
         if relation.is_open:
@@ -136,9 +131,9 @@ class Finding:
 
     @property
     def told(self) -> str:
-        """The mean and what it is between; so many that have diverged."""
+        """The mean with its error and all values; or the number of diverged seeds."""
         if any(map(math.isnan, self.values)):
-            return "no figure: what it is held against has diverged"
+            return "no figure: the compared arm has diverged"
         each = ", ".join(f"{value:+.1f}" for value in self.values if value != DIVERGED)
         diverged = sum(value == DIVERGED for value in self.values)
         if diverged:
@@ -152,19 +147,19 @@ class Finding:
 
 
 def perplexity(result: Result) -> float:
-    """exp of the held-out loss, per byte; infinite where the run has diverged."""
+    """exp of the held-out loss, per byte; infinite if the run has diverged."""
     loss = result["loss"]
-    # So far above where it began (5.3) that nothing was learnt.
+    # Training begins at 5.3.
     return DIVERGED if loss is None or loss > 10 else math.exp(loss)
 
 
-Arms = tuple[str, str]  # one, and the other that it is held against
+Arms = tuple[str, str]  # one, and the other that it is compared with
 
 
 def apart(arm: str, base: str) -> Callable[[Measured], list[float]]:
-    """By how many percent the perplexity of one arm is above that of another, seed by seed.
+    """The percentage by which the perplexity of one arm is above that of another, for each seed.
 
-    Not a number where the other has diverged: there is nothing to hold it against.
+    Not a number if the other has diverged.
     """
 
     def measure(found: Measured) -> list[float]:
@@ -186,26 +181,25 @@ def compared(
     most: float = math.inf,
     published: str = "",
 ) -> Claim:
-    """The perplexity of one arm against that of another; without bounds it is reported."""
+    """The perplexity of one arm against that of another; without bounds it is only reported."""
     return Claim(text, Relation(least, most), apart(*arms), published)
 
 
 def until(result: Result, loss: float | None) -> float:
     """Virtual seconds until the curve first is at this loss or below; infinite if never."""
     if loss is None:
-        return math.nan  # there is nothing to be reached
+        return math.nan
     curve = result["curve"]
     return next((at for _, at, seen in curve if seen is not None and seen <= loss), DIVERGED)
 
 
-# Of the final loss of rounds: who is this near has reached what they have. Seeds differ by as much.
-NEAR = 1.01
+NEAR = 1.01  # times the final loss of rounds counts as reached; seeds differ by as much
 
 
 def sooner(text: str, arms: Arms, speed: float, *, most: float = math.inf) -> Claim:
-    """By how many percent later than rounds one arm is within 1% of their final loss.
+    """The percentage by which one arm is later than rounds to be within 1% of their final loss.
 
-    Below 0: sooner. Infinite where it never is. `speed` is that of the slowest worker of the rounds.
+    Below 0: sooner. Infinite: never. `speed` is that of the slowest worker of the rounds.
     """
     arm, base = arms
 
@@ -229,6 +223,6 @@ def outer(*pairs: tuple[float, float]) -> Choices:
 
 # As published for DiLoCo (.7, .9; arXiv 2311.08105), with less momentum, with none.
 OUTER = outer((0.7, 0.9), (0.8, 0.5), (1.0, 0.0))
-# For a step at each push of one of four workers, of which there are four times as many.
+# For an outer step at each push of one of four workers: four times as many steps.
 OUTER_PER_PUSH = outer((0.2, 0.5), (0.1, 0.9), (0.25, 0.0))
 INNER: Choices = tuple({"lr": lr} for lr in (0.75e-3, 1.5e-3, 3e-3))

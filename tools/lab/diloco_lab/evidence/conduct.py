@@ -1,4 +1,4 @@
-"""A part of the evidence from its first trial to its findings: tune each arm, train it, look at it."""
+"""A part of the evidence from its first trial to its findings: tune each arm, train it, evaluate it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ cached_text = cache(load_text)  # a process trains many
 
 
 def outcome_of(trial: Trial) -> Outcome:
-    """Train it, in this process. Raises DataError."""
+    """Train a trial, in this process. Raises DataError."""
     path = None if trial.data is None else Path(trial.data)
     shards = 1 if trial.arm == "alone" else trial.workers
     text = cached_text(path, shards, trial.recipe.context, trial.windows)
@@ -37,7 +37,7 @@ def outcome_of(trial: Trial) -> Outcome:
 
 
 def measure(trial: Trial) -> Result:
-    """Train it; its line in a file of results."""
+    """Train a trial. Returns its record for a file of results."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     found = outcome_of(trial)
@@ -56,7 +56,7 @@ def measure(trial: Trial) -> Result:
 
 
 def key_of(result: Mapping[str, Any]) -> str:
-    """That of its trial."""
+    """The key of a record's trial."""
     return Trial.from_plain(result["trial"]).key
 
 
@@ -67,7 +67,7 @@ def missing_of(results: Results, trials: Iterable[Trial]) -> list[Trial]:
 
 
 def begin_process() -> None:
-    """Let this process end with its parent, also where that was killed, and its workers only warn."""
+    """Have this process end with its parent, even a killed one, and its workers log only warnings."""
     os.environ.setdefault("DILOCO_LOG", "warning")
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -82,13 +82,13 @@ def begin_process() -> None:
 def train_all(
     trials: Sequence[Trial], results: Results, jobs: int, tell: Callable[[str], None]
 ) -> None:
-    """Train what has no result yet.
+    """Train the trials that have no result yet.
 
     Args:
         jobs: processes at a time; 0: one for each core.
-        tell: takes a line for each trial that is done.
+        tell: takes a line for each completed trial.
 
-    Raises whatever a trial fails with; what was done by then is kept.
+    Raises the error of a trial; earlier results are kept.
     """
     missing = missing_of(results, trials)
     if not missing:
@@ -97,7 +97,7 @@ def train_all(
     spawn = multiprocessing.get_context("spawn")
     at_a_time = min(jobs or os.cpu_count() or 1, len(missing))
     with ProcessPoolExecutor(at_a_time, spawn, initializer=begin_process) as pool:
-        # The long ones first, so that none of them is alone at the end.
+        # The long ones first, so that none of them runs alone at the end.
         futures = [pool.submit(measure, trial) for trial in sorted(missing, key=lambda t: -t.work)]
         try:
             for done, future in enumerate(as_completed(futures), 1):
@@ -108,12 +108,12 @@ def train_all(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
-                child.terminate()  # else they would finish what they are at, for minutes
+                child.terminate()  # otherwise they would finish their trials, for minutes
             raise
 
 
 def told(result: Result) -> str:
-    """A result in a line: what it has of its own, and its loss."""
+    """A result in a line: its distinctive settings, and its loss."""
     usual = Trial().plain()
     plain = {n: v for n, v in result["trial"].items() if usual.get(n) != v and n != "broker"}
     plain |= result["trial"].get("broker", {})
@@ -122,13 +122,13 @@ def told(result: Result) -> str:
     return f"{words or 'as usual'}: {loss} ({result['seconds']:.0f} s)"
 
 
-# Settings are chosen on a seed that nothing is measured on.
+# Settings are chosen on a seed of their own.
 TUNING_SEED = 100
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A choice of an arm, and what came of it on the seed of the tuning."""
+    """A choice of an arm, and its loss on the seed of the tuning."""
 
     changes: Mapping[str, Any]
     loss: float | None
@@ -154,7 +154,7 @@ class Conducted:
 
 
 class Study:
-    """The parts' trials, with the text that they are trained on and the file of their results."""
+    """The parts' trials, with their training text and the file of their results."""
 
     def __init__(self, results: Results, *, seeds: int = 3, data: str | None = None) -> None:
         self.results = results
@@ -162,7 +162,7 @@ class Study:
         self._seeds = range(seeds)
 
     def conduct(self, part: Part, jobs: int, tell: Callable[[str], None]) -> Conducted:
-        """Train what is missing of a part; see `train_all`."""
+        """Train the missing trials of a part; see `train_all`."""
         train_all(self.tuning(part), self.results, jobs, tell)
         train_all(self.measuring(part), self.results, jobs, tell)
         return self.conducted(part)
@@ -175,7 +175,7 @@ class Study:
         return len(tuning) + len(part.arms) * len(self._seeds)
 
     def conducted(self, part: Part) -> Conducted:
-        """What is there of it; KeyError where something is missing."""
+        """The results of a part; raises KeyError if one is missing."""
         return Conducted(
             part,
             {arm.name: self._tuned(arm) for arm in part.arms if arm.choices},
@@ -189,7 +189,7 @@ class Study:
         return [self._choice(arm, changes) for arm in part.arms for changes in arm.choices]
 
     def measuring(self, part: Part) -> list[Trial]:
-        """KeyError before the tuning is done. Seed by seed."""
+        """The results of an arm, by seed; raises KeyError before the tuning is done."""
         arms = [self._of(part, arm) for arm in part.arms]
         return [trial for of_seed in zip(*arms, strict=True) for trial in of_seed]
 

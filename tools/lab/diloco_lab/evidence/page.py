@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/evidence.md: what was claimed, what was measured, and what that shows."""
+"""Tables and pictures of docs/evidence.md: claims, measurements, and verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks(names: Iterable[str], found: Sequence[Conducted]) -> dict[str, str]:
 
 
 def _where(found: Sequence[Conducted]) -> str:
-    """What the runs were, what they were made with, and what came of all claims."""
+    """The runs, their machine, and the numbers of verdicts."""
     trials = [Trial.from_plain(r["trial"]) for each in found for r in _results(each)]
     used = [name for name in MODELS if any(trial.model == name for trial in trials)]
     sizes = " and ".join(f"{sum(parameters(name)) / 1e6:.2f}M" for name in used)
@@ -90,8 +90,8 @@ def _choice(tuned: Tuned) -> str:
     return f"**{text}**" if tuned.is_best else text
 
 
-# The top of a picture, in distances from the lowest loss to where curves are after a quarter of their
-# way, on the median: where they begin is of no interest, nor how far one of them goes astray.
+# The top of a picture, in multiples of the distance from the lowest loss to the curves' median after a
+# quarter of their steps: their beginnings and diverging ones are cut off.
 HEADROOM = 2.6
 LEAST_POINTS = 5  # of a curve
 AXES = {"steps": "inner steps of each worker", "seconds": "virtual seconds"}
@@ -129,7 +129,7 @@ def draw(of: Conducted, folder: Path) -> Path:
 
 
 def _band(runs: list[Result], axis: str, speed: float) -> list[tuple[float, float, float, float]]:
-    """Where, mean, lowest, highest; as far as all seeds are finite."""
+    """Place, mean, lowest and highest value, as far as all seeds are finite."""
     points = []
     for seen in zip(*(run["curve"] for run in runs), strict=False):
         losses = [loss for *_, loss in seen]

@@ -1,7 +1,7 @@
 """One DiLoCo run in one process: a real broker, and real workers that take turns to compute.
 
-Broker and workers are those that everybody uses, over TCP on this machine; what is made up is only who
-computes when. So a run gives the same bits as one of separate processes, and many runs fit on a machine.
+Broker and workers are the usual ones, over TCP on this machine; only the order in which they compute is
+simulated. So a run gives the same bits as one of separate processes, and many runs fit on a machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import Text, batch_seed, training_batches
 from diloco_worker import DiLoCoClient, DiLoCoWorker, WorkerOptions
 
-# Seconds that one worker may wait for another: a busy machine, or one that sleeps; then something hangs.
+# Seconds that one worker may wait for another, on a busy machine; then something hangs.
 PATIENCE_S = 3600.0
 
 
@@ -34,11 +34,11 @@ class Stuck(Exception):
 
 
 class Broken(Exception):
-    """Another worker has failed; nothing is to be waited for."""
+    """Another worker has failed: waiting is useless."""
 
 
 def virtual_order(speeds: Sequence[float], steps: Sequence[int]) -> Iterator[tuple[float, int]]:
-    """Seconds, and who has made its H steps then; without end. Of two at once the lower number is first.
+    """Seconds, and the worker that completes its H steps then, endlessly; of two the lower number first.
 
     >>> order = virtual_order([1.0, 2.0], [10, 10])
     >>> [next(order) for _ in range(4)]
@@ -69,11 +69,11 @@ class Baton:
 
     @property
     def share(self) -> float:
-        """Of the whole run, what has been made."""
+        """The completed share of the run."""
         return min(1.0, self.made / self._total)
 
     def wait_for(self, worker: int) -> bool:
-        """Wait for this worker's turn; False where the run has ended."""
+        """Wait for this worker's turn; False if the run has ended."""
         with self._changed:
             is_due = self._changed.wait_for(
                 lambda: self._broken or self._ended or self._next == worker, PATIENCE_S
@@ -94,23 +94,23 @@ class Baton:
             self._changed.notify_all()
 
     def end(self, *, broken: bool = False) -> None:
-        """Nobody has a turn any more."""
+        """End all turns."""
         with self._changed:
             self._ended = True
             self._broken = self._broken or broken
             self._changed.notify_all()
 
 
-# What a pseudo-gradient that does harm is multiplied by.
+# Factors of harmful pseudo-gradients.
 REVERSED, ENORMOUS = -3.0, 1000.0
-# Tokens that a worker reports for each of its steps: what is lost weighs a billionth of the rest.
+# Tokens that a worker reports for each step: lost contributions weigh a billionth of the others.
 KEPT, LOST = 1_000_000_000, 1
-LOOK_S = 0.5  # between two looks whether a worker has failed
+LOOK_S = 0.5  # between two checks for a failed worker
 
 
 @dataclass
 class Outcome:
-    """What a run has come to.
+    """The result of a run.
 
     Attributes:
         curve: (inner steps of each worker, on the mean; seconds, virtual or real; held-out loss of the
@@ -133,7 +133,7 @@ class DiLoCoRun:
 
     def __init__(self, trial: Trial, text: Text) -> None:
         self.trial, self.text = trial, text
-        self.computing = threading.Lock()  # held by the worker that does: there is one core for all
+        self.computing = threading.Lock()  # held by the worker that computes: all share one core
         self.baton: Baton | None = None
         if trial.is_async:
             speeds = trial.speeds or (1.0,) * trial.workers
@@ -147,7 +147,7 @@ class DiLoCoRun:
         self._counting = threading.Lock()
 
     def go(self) -> Outcome:
-        """Raises what a worker or the broker has failed with."""
+        """Raise the error of a worker or the broker."""
         trial = self.trial
         judge = gpt.build_model(trial.seed, MODELS[trial.model])
         first = gpt.validation_loss(judge, *self.text.validation)
@@ -162,7 +162,7 @@ class DiLoCoRun:
         with Broker(config) as broker, ExitStack() as stack:
             self.address = broker.address
             workers = [Worker(self, number) for number in range(trial.workers)]
-            # A round waits for a worker that has failed in it, and who waits there hears nothing else.
+            # A round waits for a worker that has failed in it, and waiting workers notice nothing else.
             threads = [
                 threading.Thread(target=self._work, args=(each,), daemon=True) for each in workers
             ]
@@ -182,7 +182,7 @@ class DiLoCoRun:
         ended = outcome.curve[-1][2] is None  # it has diverged
         loss = None if ended else finite(gpt.validation_loss(judge, *self.text.validation))
         if outcome.curve[-1][0] == trial.steps:
-            outcome.curve.pop()  # what has come since is in this one
+            outcome.curve.pop()  # the final evaluation replaces it
         outcome.curve.append((trial.steps, self.now, loss))
         outcome.staleness = sum(self.stale) / len(self.stale) if self.stale else 0.0
         return outcome
@@ -208,7 +208,7 @@ class DiLoCoRun:
                 self.baton.end(broken=True)
 
     def _end_all(self) -> None:
-        """Where `go` is left before its time, by a failure or Ctrl-C."""
+        """Clean up after `go` was interrupted by a failure or Ctrl-C."""
         self.is_over.set()
         self.together.abort()
         if self.baton is not None:
@@ -235,7 +235,7 @@ class DiLoCoRun:
 def lost_in(number: int, trial: Trial) -> set[int]:
     """The workers whose contribution to this round is lost; never all of them.
 
-    They have computed for nothing, and go on with what the others have made, as after a restart.
+    They have computed in vain, and continue with the result of the others, as after a restart.
     """
     dice = random.Random(f"lost {trial.seed} {number}")
     lost = {worker for worker in range(trial.workers) if dice.random() < trial.drop}
@@ -259,8 +259,8 @@ class Worker:
         self.step = 0
         self.computes = False
         self.harms = trial.harm if number == trial.workers - 1 else ""
-        self.start: list[Tensor] = []  # where a harmful worker's round began
-        # Before that of the DiLoCoWorker, which may wait there for the others.
+        self.start: list[Tensor] = []  # the parameters at the beginning of a harmful worker's round
+        # Before the hook of the DiLoCoWorker, which may wait for the others.
         self.optimizer.register_step_post_hook(self._stepped)
         self.diloco = DiLoCoWorker(
             self.model,
@@ -286,7 +286,7 @@ class Worker:
         self.diloco.close()
         self.run.adds(self.diloco)
 
-    # The orders of things.
+    # The order of the steps.
 
     def _in_rounds(self) -> None:
         for step in range(self.trial.steps):
@@ -312,7 +312,7 @@ class Worker:
                 self._evaluates(round(trial.steps * ends), baton.now)
             baton.pass_on()
 
-    # A step, and what is seen of it.
+    # A step, and its evaluation.
 
     def _trains(self, place: int) -> None:
         """One inner step, at this place of the learning rate's schedule, and its exchange."""
@@ -320,7 +320,7 @@ class Worker:
         rate = trial.lr * gpt.learning_rate_factor(trial.recipe, place)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # What its next push weighs; see `lost_in`.
+        # The weight of its next push; see `lost_in`.
         is_lost = trial.drop and self.number in lost_in(self.step // trial.sync_every, trial)
         self.diloco.report(tokens=LOST if is_lost else KEPT)
         self.run.computing.acquire()
@@ -352,7 +352,7 @@ class Worker:
             parameter.copy_(start + factor * moved)
 
     def _looks(self) -> None:
-        """The first worker evaluates what it has received, every so many rounds."""
+        """The first worker evaluates the received parameters every `trial.every` rounds."""
         every = self.trial.every * self.trial.sync_every
         if self.number == 0 and every and self.step % every == 0:
             seconds = self.step / min(self.trial.speeds, default=1.0)
@@ -369,7 +369,7 @@ def finite(loss: float) -> float | None:
 
 
 def train_without_broker(trial: Trial, text: Text) -> Outcome:
-    """What DiLoCo is held against: one model on the batches of all its replicas.
+    """The baseline of DiLoCo: one model on the batches of all its replicas.
 
     The mean of equally large batches' gradients is the gradient of them together. With one replica it
     is one worker alone.

@@ -1,4 +1,4 @@
-"""One training run of an experiment: everything that decides how it goes, in a record."""
+"""One training run of an experiment, as a record of all its settings."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def parameters(model: str) -> tuple[int, ...]:
     return (*ends, *(block * config.layers))
 
 
-# Best for one worker over a thousand steps of four windows; the demo's are larger and more.
+# Best for one worker over a thousand steps of four windows; the demo has more and larger ones.
 LEARNING_RATE = 1.5e-3
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Decides a run to the bit, on machines that compute alike.
+    """Determines a run to the bit, on machines that compute alike.
 
     Attributes:
         seed: of parameters, batches, and of who fails.
@@ -95,7 +95,7 @@ class Trial:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of its broker. Rounds add up in the order of the workers, so that they can be repeated."""
+        """The options of its broker. Rounds add up in the order of the workers, to be repeatable."""
         usual: dict[str, Any] = {"outer_momentum_warmup": "constant"}
         if not self.is_async:
             usual["deterministic"] = True
@@ -123,7 +123,7 @@ class Trial:
         return json.dumps(self.plain(), sort_keys=True)
 
     def plain(self) -> dict[str, Any]:
-        """What it consists of, for JSON; what is empty or off is left out."""
+        """Its fields for JSON, without empty ones."""
         return {
             name: value for name, value in json.loads(json.dumps(asdict(self))).items() if value
         }
@@ -133,7 +133,7 @@ class Trial:
         return record_of(cls, plain)
 
     def with_changes(self, **changes: Any) -> Trial:
-        """Another one. What is no field of a trial is an option of the broker."""
+        """A changed copy. Names that are not fields of a trial are options of the broker."""
         own = {each.name for each in fields(self)}
         changed = {name: value for name, value in changes.items() if name in own}
         options = {name: value for name, value in changes.items() if name not in own}

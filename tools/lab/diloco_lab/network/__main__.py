@@ -36,15 +36,15 @@ from diloco_tools.processes import ChildFailed
 
 T = TypeVar("T")
 COMMAND = "python -m diloco_lab.network"
-SKIPPED = 3  # exit code where no such network can be made
+SKIPPED = 3  # exit code if no such network can be made
 SITE_PAIRS = (("bf16", "fp32"), ("int4z", "int4z"))
 SIZE, REPEATS = "10M", 3  # of rounds over sites
-TINY = "0.4M"  # what a loss does shows as well with a small model
+TINY = "0.4M"  # for losses, whose effect does not depend on the size
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 def _lan(experiment: Experiment, logs: Path, quick: bool) -> LanFile | None:
-    """Syncs over lines of a limited rate; None where nothing could be measured."""
+    """Syncs over lines of a limited rate; None if nothing could be measured."""
     parts = grid.quick() if quick else grid.everything()
     members = one_switch(max(part.workers for part in parts))
     about = machine.describe() | {"nice": os.nice(0)}
@@ -69,7 +69,7 @@ def _lan(experiment: Experiment, logs: Path, quick: bool) -> LanFile | None:
                     f"    {rate_of(of.broker_bits_per_s)}: {of.median_s:.3g} s"
                 ),
             )
-        except BaseException:  # leaving the run over a slow link would take too long
+        except BaseException:  # leaving the run in order over a slow line would take too long
             for child in pool.all:
                 child.kill()
             raise
@@ -77,7 +77,7 @@ def _lan(experiment: Experiment, logs: Path, quick: bool) -> LanFile | None:
 
 
 def _sites(experiment: Experiment, logs: Path, quick: bool) -> SitesFile:
-    """Rounds of two sites: a star, and a relay at each; then lose a relay, a line and the hub."""
+    """Rounds of two sites: a star, and a relay at each; then losses of a relay, a line and the hub."""
     size, repeats = (TINY, 1) if quick else (SIZE, REPEATS)
     with (
         network(several_sites(SITES, WORKERS), folder=logs, delay_s=DELAY_S) as made,
@@ -109,7 +109,7 @@ def _sites(experiment: Experiment, logs: Path, quick: bool) -> SitesFile:
 
 @dataclass(frozen=True)
 class Command:
-    """What is measured, the kind of its file of results, and how that is shown."""
+    """The measurement, the type of its file of results, and the tables of these."""
 
     measure: Callable[[Experiment, Path, bool], Any]
     kind: type[Any]
@@ -142,7 +142,7 @@ def main(  # noqa: PLR0917  each is an option
     skip_is_success: Annotated[
         bool,
         typer.Option(
-            "--skip-is-success", help="End with 0 instead of 3 where it cannot be measured."
+            "--skip-is-success", help="End with 0 instead of 3 if nothing can be measured here."
         ),
     ] = False,
     page: Annotated[
@@ -155,14 +155,14 @@ def main(  # noqa: PLR0917  each is an option
 ) -> None:
     """Measure runs over slow lines, in network namespaces of this machine: under 20 minutes.
 
-    Takes root and Linux. Nothing of it is visible in your own network, and all of
-    it is removed at the end. Where it cannot be made, the exit code is 3.
+    Needs root and Linux. It does not change your own network, and everything is
+    removed at the end. If it cannot be made, the exit code is 3.
     """
     interrupted = "its processes and networks are gone"
     folder = Path("runs") / what if out is None else out
     experiment = Experiment(f"{COMMAND} {what}", folder, interrupted=interrupted)
     if (command := COMMANDS.get(what)) is None:
-        experiment.refuse(f"there is no {what!r}; choose from {', '.join(COMMANDS)}")
+        experiment.refuse(f"unknown {what!r}; choose from {', '.join(COMMANDS)}")
     if into is None:
         if page is not None:
             experiment.refuse(f"--page takes the file of results: --into tools/lab/{what}.json")

@@ -34,16 +34,16 @@ class Frame(NamedTuple):
 
 
 def end_of_a_line(name: str) -> int:
-    """The file of a new interface of this name; raises OSError where there can be none."""
+    """The file of a new interface of this name; raises OSError if it cannot be made."""
     file = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     return file
 
 
 def carry(ends: tuple[int, int], delay: float) -> None:
-    """Until an end is gone."""
+    """Carry frames until an end is gone."""
     other = {ends[0]: ends[1], ends[1]: ends[0]}
-    under_way: deque[Frame] = deque()  # in the order in which they are due: all take equally long
+    under_way: deque[Frame] = deque()  # in the order of `due`, since all have the same delay
     poll, parent = select.poll(), os.getppid()
     for each in ends:
         poll.register(each, select.POLLIN)
@@ -72,9 +72,9 @@ def _give(frame: Frame) -> None:
     try:
         os.write(frame.to, frame.content)
     except BlockingIOError:
-        return  # the other end is full: the line drops the frame
+        return  # the other end is full: the frame is dropped
     except OSError as error:
-        if error.errno != 5:  # an interface that is down takes nothing (EIO), and is up again later
+        if error.errno != 5:  # EIO: the interface is down, maybe for a while
             raise
 
 

@@ -1,14 +1,14 @@
 """A network of this machine's kernel: lines of given rates, at one switch or at several sites.
 
-Each member has a network namespace of its own. A pair of interfaces (veth) leads from it to the switch
-of its site, a bridge in one more namespace; members without a site are at the hub's switch. Both ends of
-a pair put their packets through a token bucket (`tc tbf`), so each direction has its rate, as a
-full-duplex line has, and a queue that drops what exceeds it. From the switch of each site one line leads
-to that of the hub: the WAN. It has a rate, too, and a delay, which a process between its two ends makes
-(`delay`), since not every kernel has `netem`. Nothing of it is visible in the machine's own network.
+Each member has a network namespace of its own. A pair of interfaces (veth) connects it to the switch of
+its site, a bridge in one more namespace; members without a site are at the hub's switch. Both ends of a
+pair send through a token bucket (`tc tbf`), so each direction has its rate, as a full-duplex line, and a
+bounded queue. A line connects the switch of each site to that of the hub: the WAN. It has a rate and a
+delay, made by a process between its ends (`delay`), since not every kernel has `netem`. The machine's
+own network does not change.
 
-It takes root, `ip`, `tc` and a kernel that supports these. Everything is removed at the end; what a
-killed process has left behind, the next one removes.
+It needs root, `ip`, `tc` and a kernel that supports these. Everything is removed at the end; the
+leftovers of a killed process are removed by the next.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from diloco_tools.processes import Children, wait_for_line
 
 WITHIN_S = 10.0  # for each command: they take milliseconds
 READY_WITHIN_S = 20.0  # for a process that makes a delay
-BURST_S = 0.002  # of what a line carries may leave at once: the rate does not bound that much
+BURST_S = 0.002  # of traffic that may leave at once, without regard to the rate
 LEAST_BURST = 16_000  # bytes: a few packets of 1500
-QUEUE_MS, WAN_QUEUE_MS = 20, 100  # how long a packet may wait before it is dropped
+QUEUE_MS, WAN_QUEUE_MS = 20, 100  # longest wait of a packet before it is dropped
 PREFIX = "diloco-net"
 NETWORK = "198.18.0"  # 198.18.0.0/15 is for benchmarks: RFC 2544
 LINE = "line"  # the interface of each member
 NAMES = Path("/run/netns")  # where `ip netns` keeps them: ip-netns(8)
 HUB, STANDBY = "hub", "standby"
-FAST = 1e9  # bits a second: a line whose rate is not what is measured
+FAST = 1e9  # bits a second, of lines whose rate does not matter
 
 
 class NoNetwork(Exception):
@@ -47,7 +47,7 @@ class NoNetwork(Exception):
 
 
 class Carried(NamedTuple):
-    """Bytes that a line has carried since it was made, with the headers of TCP, IP and Ethernet."""
+    """Bytes that a line has carried since its creation, with the headers of TCP, IP and Ethernet."""
 
     up: int  # away from the member, or from the site
     down: int
@@ -109,7 +109,7 @@ class Network:
         return f"{self.members[member].address}:{port}"
 
     def inside(self, member: str) -> tuple[str, ...]:
-        """The command that runs another one where this member is, by exec."""
+        """The command that runs another one at this member, by exec."""
         return ("ip", "netns", "exec", self.namespace(member))
 
     def namespace(self, name: str) -> str:
@@ -120,14 +120,14 @@ class Network:
         return self.namespace("switch" if site is None else f"switch-{site}")
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
-        """Bits a second of these members' lines, each way, from now on; connections stay."""
+        """Set the bits a second of these members' lines, each way; connections remain."""
         self.rates |= rates
         for member, rate in rates.items():
             for end in self.ends_of(member):
                 _limit(end, rate, QUEUE_MS)
 
     def carried(self, member: str) -> Carried:
-        """What the two token buckets of a member's line have let through."""
+        """The bytes through the two token buckets of a member's line."""
         return Carried(*map(_through, self.ends_of(member)))
 
     def ends_of(self, member: str) -> tuple[End, End]:
@@ -136,13 +136,13 @@ class Network:
         return (self.namespace(member), LINE), (self.switch_of(of.site), f"port{of.number}")
 
     def set_wan(self, bits_per_s: float) -> None:
-        """The rate of each site's line to the hub, each way, from now on; connections stay."""
+        """Set the rate of each site's line to the hub, each way; connections remain."""
         for site in self.sites:
             for end in self.wan_ends_of(site):
                 _limit(end, bits_per_s, WAN_QUEUE_MS)
 
     def wan_carried(self, site: int) -> Carried:
-        """What the token buckets of a site's line to the hub have let through."""
+        """The bytes through the token buckets of a site's line to the hub."""
         return Carried(*map(_through, self.wan_ends_of(site)))
 
     def wan_ends_of(self, site: int) -> tuple[End, End]:
@@ -168,11 +168,11 @@ def network(
     """A network of these members, each with a line of this rate, in bits a second each way.
 
     Args:
-        folder: for the logs of the processes that make the WAN's delay; needed where there are sites.
+        folder: for the logs of the processes that make the WAN's delay; needed with sites.
         delay_s: of the WAN, each way.
 
     Raises:
-        NoNetwork: none can be made here; nothing is left behind.
+        NoNetwork: it cannot be made here; nothing is left behind.
     """
     made = Network(f"{PREFIX}-{os.getpid()}", members)
     if reason := why_not():
@@ -199,12 +199,12 @@ def network(
 
 
 def why_not() -> str:
-    """Why no network can be made here; empty where no obstacle is known."""
+    """Why no network can be made here; empty without a known obstacle."""
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             return f"the command {command!r} is missing; it comes with the package iproute2"
     if os.geteuid() != 0:
-        return "making a network namespace takes root"
+        return "making a network namespace needs root"
     return ""
 
 
@@ -217,7 +217,7 @@ def remove_abandoned() -> None:
 
 
 def run(*command: str) -> str:
-    """What a command prints; raises NoNetwork with what it complains of."""
+    """The output of a command; raises NoNetwork with its error."""
     try:
         done = subprocess.run(
             command,
@@ -225,7 +225,7 @@ def run(*command: str) -> str:
             capture_output=True,
             text=True,
             timeout=WITHIN_S,
-            start_new_session=True,  # Ctrl-C is for us: what it interrupted would be left half done
+            start_new_session=True,  # so that Ctrl-C does not interrupt it halfway
         )
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["no reason given"]
@@ -237,7 +237,7 @@ def run(*command: str) -> str:
 
 def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
     run("ip", "netns", "add", name)
-    # Interfaces go with the namespace, and a pair with either of its ends.
+    # Interfaces are removed with the namespace, and a pair with either end.
     stack.callback(_remove, name)
 
 
@@ -277,7 +277,7 @@ def _through(end: End) -> int:
 
 
 def _remove(namespace: str) -> None:
-    """Leave what cannot be removed now to the next run: the measurements are good all the same."""
+    """Remove it, or leave it to the next run: the measurements are valid all the same."""
     with contextlib.suppress(NoNetwork):
         run("ip", "netns", "delete", namespace)
 
@@ -298,7 +298,7 @@ class Place(NamedTuple):
 
 
 def at_the_hub(network: Network) -> dict[str, Any]:
-    """Options of `ProcessPool.broker` for one at the hub that accepts every connection."""
+    """Options of `ProcessPool.broker` for a broker at the hub that accepts every connection."""
     return {"inside": network.inside(HUB), "bind": network.at(HUB), "insecure": True}
 
 

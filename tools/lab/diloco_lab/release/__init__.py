@@ -1,1 +1,1 @@
-"""What a release needs: no known vulnerability in what it uses, and files that can be made again."""
+"""Checks of a release: no known vulnerability in its dependencies, and reproducible files."""

@@ -1,8 +1,8 @@
 """The pages of this repository as one book in HTML: `make docs` makes it in `site/`.
 
-The chapters and the order of their pages are those of a table of the front page. Sphinx reads the pages
-where they are, as CommonMark by way of MyST, as forges do; a link that leads nowhere, also to a heading,
-ends the build. Links to what is no page of the book (sources, folders) become plain text.
+A table of the front page has the chapters and the order of their pages. Sphinx reads the pages in their
+places, as CommonMark through MyST; a broken link, also to a heading, ends the build. Links to sources
+and folders become plain text.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ def pages(root: Path) -> list[str]:
 
 
 def build(root: Path, to: Path) -> None:
-    """Make the HTML of all pages in this folder; what was there is replaced.
+    """Make the HTML of all pages in this folder, and replace its contents.
 
     Raises:
-        UsageError: Sphinx is not there, or warns of something; with what it said.
+        UsageError: Sphinx is missing, or gave a warning; with its output.
     """
     try:
         sphinx = resolve_name("sphinx.application:Sphinx")

@@ -1,7 +1,7 @@
-"""Has anything that is installed a known vulnerability? `pip-audit` says so, if it reaches its data.
+"""Asks `pip-audit` for known vulnerabilities of the installed packages.
 
-A finding fails. Data that cannot be reached is said and no failure: otherwise nobody could lint
-without a network. Nothing leaves this machine but names and versions of packages.
+A finding fails. Unreachable data is reported and does not fail, so that linting works without a network.
+Only names and versions of packages leave this machine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 OURS = "diloco-broker"
 PIP_AUDIT = (sys.executable, "-m", "pip_audit")
-# For one package, and for all of them, seconds: a network that swallows everything must not stop lint.
+# Seconds for one package, and for all of them: a network without answers must not block lint.
 ONE_WITHIN_S = 5
 ALL_WITHIN_S = 60.0
-# What it and requests say where an answer does not come, or is an error of the server.
+# Errors of it and of requests without an answer, or with an error of the server.
 _OF_THE_NETWORK = re.compile(
     r"connect|network|time(d )?out|HTTPError|SSLError|ProxyError", re.IGNORECASE
 )
@@ -49,11 +49,11 @@ def look(command: Sequence[str] = PIP_AUDIT, within_s: float = ALL_WITHIN_S) -> 
     last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
     if ended.returncode == 0:
         unknown = ended.stdout.count("could not be audited")
-        known = f"{len(packages) - unknown} of {len(packages)} packages were to be found there"
+        known = f"{len(packages) - unknown} of {len(packages)} packages were found there"
         return True, f"pip-audit: {last}; {known}"
     if ended.returncode == 1 and ended.stdout.strip():
         return False, f"pip-audit: {last}\n{ended.stdout.strip()}"
-    # Of a traceback what was raised, not where; pip-audit's warnings have addresses in them.
+    # The error of a traceback, without its places; pip-audit's warnings contain addresses.
     said = [line for line in ended.stderr.splitlines() if not line.startswith((" ", "WARNING:"))]
     if ended.returncode == 1 and _OF_THE_NETWORK.search("\n".join(said)):
         return True, f"pip-audit was skipped, since its data cannot be reached: {last}"
@@ -61,10 +61,10 @@ def look(command: Sequence[str] = PIP_AUDIT, within_s: float = ALL_WITHIN_S) -> 
 
 
 def pinned(installed: Iterable[Distribution]) -> list[str]:
-    """Name and version of each, in the form of a requirement; without us, whom no database knows."""
+    """Name and version of each, in the form of a requirement, without our own packages."""
     found = {each.metadata["Name"]: each.version for each in installed}
     found.pop(OURS, None)
-    # What is left of a package that was half removed has neither.
+    # The rest of an incompletely removed package has neither.
     found = {name: version for name, version in found.items() if name and version}
     # A build for one kind of machine (2.13.0+cpu) has the vulnerabilities of its release.
     return sorted(f"{name}=={version.partition('+')[0]}" for name, version in found.items())

@@ -1,4 +1,4 @@
-// Talking to the dashboard program; a report has its answers within the page.
+// Requests to the dashboard program; a report contains its answers.
 
 import { $ } from "./dom.js";
 
@@ -7,7 +7,7 @@ const SILENCE_MS = 10_000;
 const GONE = "The dashboard program does not answer.";
 const inlined = JSON.parse($("data")?.textContent ?? "null");
 
-/** The token: once from the address, then of this tab alone; never in a cookie. */
+/** Take the token from the address; then only this tab has it, never a cookie. */
 export function takeToken() {
   if (inlined) return;
   const address = new URL(location.href);
@@ -22,7 +22,7 @@ export const keepToken = (token) => sessionStorage.setItem(KEY, token.trim());
 
 async function request(path, options, headers = {}) {
   const token = sessionStorage.getItem(KEY);
-  // A header holds Latin-1 only; any other token is wrong anyway.
+  // A header is Latin-1 only; any other token is wrong.
   if (token && /^[\x21-\x7e]+$/.test(token)) headers.Authorization = `Bearer ${token}`;
   return fetch(path, { cache: "no-store", headers, ...options });
 }
@@ -47,6 +47,6 @@ export async function order(action, values) {
     const answer = await response.json();
     return { ok: answer.ok === true, text: String(answer.text) };
   } catch {
-    return { ok: false, text: `${GONE} Whether this was done is unknown.` };
+    return { ok: false, text: `${GONE} The order may or may not have been carried out.` };
   }
 }

@@ -1,5 +1,5 @@
-// The page: what the dashboard program says goes to the parts that show it, once a second. A report is the
-// same page, with one answer in it.
+// The page: asks the dashboard program once a second and shows the answer. A report is the same page, with
+// one answer in it.
 
 import { get, keepToken, takeToken } from "./api.js";
 import { Plots } from "./charts.js";
@@ -21,7 +21,7 @@ const control = new Control(async (token) => {
   await begin();
 });
 
-/** Text in a tone, with the sign that says the same. */
+/** Show text in a tone, with the sign of that tone. */
 function tell(node, [tone, word, more]) {
   node.dataset.tone = tone;
   say(node.querySelector(".sign"), SIGNS[tone]);
@@ -48,7 +48,7 @@ function show(given) {
   document.title = words.title;
 }
 
-/** How much to believe of the page: a badge, what is wrong, and why nothing can be changed. */
+/** Show how fresh the page is, the problems, and why nothing can be changed. */
 function state(badge, notice, silence) {
   tell($("freshness"), badge);
   document.body.dataset.fresh = badge[1].toLowerCase();
@@ -76,11 +76,11 @@ async function poll() {
     show(answer.words);
     plots.draw();
   }
-  // A hidden page does not ask: it gets what it has missed when it is looked at.
+  // A hidden page does not ask; it catches up as soon as it is visible.
   if (session.mode === "live" && !document.hidden) timer = setTimeout(poll, EVERY_MS);
 }
 
-/** What only a report has: more tables, and lists of values. */
+/** Add the panels that only a report has: more tables, and lists of values. */
 function addPanels() {
   for (const { id, title, note, empty, columns, rows, values } of words.panels ?? []) {
     const body = make(values ? "dl" : "div", { className: values ? "metrics wide" : "scroll", id: `${id}-list` });
@@ -92,7 +92,7 @@ function addPanels() {
   }
 }
 
-/** Show a recorded run: the moment that the slider is at. */
+/** Show the moment of a recorded run that the slider selects. */
 async function replay() {
   const outline = await get("/api/replay");
   const slider = $("moment");
@@ -114,7 +114,7 @@ async function replay() {
   await go();
 }
 
-/** Ask what this dashboard is, until it answers, and then show it. */
+/** Ask for the session until the program answers, and then show it. */
 async function begin() {
   try {
     session = await get("/api/session");

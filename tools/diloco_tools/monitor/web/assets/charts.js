@@ -1,10 +1,10 @@
-// Plots by uPlot, the same on the dashboard and in a report: points kept for as long as the page is open.
+// Plots by uPlot, on the dashboard and in a report. The page keeps their points while it is open.
 
 import { make, say } from "./dom.js";
 
 const HEIGHT = 184;
 const HUES = 8; // colours in the style sheet; further lines are grey
-const MOST_LINES = 64; // more than an eye can follow, and as many as are drawn quickly
+const MOST_LINES = 64; // of a plot; more are slow to draw and hard to distinguish
 const MOST = 10_000; // points of a line
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 
@@ -16,7 +16,7 @@ function scaled(value, unit = "") {
 }
 const significant = (value) => String(Number(value.toPrecision(4)));
 
-/** What each plot shows: a column of the rounds, or points over time. */
+/** The plots; each shows a column of the rounds, or points over time. */
 const PLOTS = {
   loss: { title: "Loss", unit: "mean of a round", column: 4, empty: "No worker has reported a loss: diloco.report(loss=loss) does." },
   seconds: { title: "Round time", unit: "s", column: 2, fromZero: true },
@@ -43,7 +43,7 @@ class Chart {
     for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", () => this.plot?.redraw());
   }
 
-  /** `lines` are {name, points: [[x, y], ...]}; `scale` [low, high, what is off it] or null; `marker` an x or null. */
+  /** `lines` are {name, points: [[x, y], ...]}; `scale` [low, high, note] or null; `marker` an x or null. */
   draw(lines, scale, marker) {
     const shown = lines.filter(({ points }) => points.some(([, y]) => y !== null)).slice(0, MOST_LINES);
     this.empty.hidden = shown.length > 0;
@@ -79,21 +79,21 @@ class Chart {
     };
   }
 
-  /** Room above and below, so that lines do not lie on the frame; a flat line is in the middle. */
+  /** Leave room above and below the lines; a flat line is in the middle. */
   range(low, high) {
     const [from, to] = this.scale ?? [low, high];
     const room = 0.06 * (to - from || Math.abs(to) || 1);
     return [this.fromZero ? Math.min(0, from) : from - room, to + room];
   }
 
-  /** A line over the whole height, where the marker is. */
+  /** Draw a vertical line at the marker. */
   mark({ ctx, bbox, valToPos }) {
     if (this.marker === null) return;
     ctx.fillStyle = colour("text");
     ctx.fillRect(valToPos(this.marker, "x", true), bbox.top, 1.5 * devicePixelRatio, bbox.height);
   }
 
-  /** Without a cursor the legend has the values at the marker, or the newest. */
+  /** Without a cursor, show the values at the marker, or the newest, in the legend. */
   newest() {
     const { plot, marker } = this;
     if (!plot || plot.cursor.idx != null) return;
@@ -121,12 +121,12 @@ export class Plots {
     Object.assign(this, { rounds: [], network: [], speeds: new Map() });
   }
 
-  /** Take what the server sent; `origin` is the Unix second that its times count from. */
+  /** Add points from the server; `origin` is the Unix second that their times count from. */
   take({ rounds, network, speeds, scales }, origin, isWhole) {
     if (isWhole) this.forget();
     const keep = (kept, points) => kept.push(...points) && kept.splice(0, kept.length - MOST);
     const dated = (points) => points.map(([t, ...values]) => [origin + t, ...values]);
-    // A broker that went on from an older version makes its rounds again.
+    // A broker that continued from an older version makes its rounds again.
     if (rounds.length) this.rounds = this.rounds.filter(([, number]) => number < rounds[0][1]);
     keep(this.rounds, rounds);
     keep(this.network, dated(network));

@@ -1,9 +1,9 @@
-// Controls: which are enabled now and why not, the question before each, and the broker's answer.
+// Controls: the buttons, why one is disabled, the question before each, and the broker's answer.
 
 import { order as send } from "./api.js";
 import { $, make, say } from "./dom.js";
 
-/** Ask what the order's question is; resolves to its arguments, or to null. Some have something typed. */
+/** Ask the order's question; resolves to its arguments, or to null. Some need typed text. */
 function ask({ label, title, text, typed, setting, now, arguments: given, ...order }) {
   const dialog = $("ask");
   const isTyped = Boolean(typed || setting);
@@ -49,7 +49,7 @@ export class Control {
     return this.reason === "" && !this.isBusy;
   }
 
-  /** Show what may be done; `silence` says why the broker cannot be asked, or is "". */
+  /** Show which orders are possible; `silence` says why none is, or is "". */
   show(session, orders, silence) {
     Object.assign(this, { session, orders, silence });
     this.refresh();
@@ -77,7 +77,7 @@ export class Control {
     return { button, hint };
   }
 
-  /** Ask whether to, then ask the broker, and show its answer. */
+  /** Ask for confirmation, send the order to the broker, and show its answer. */
   async propose(order) {
     if (!this.isAllowed) return;
     const values = order.title ? await ask(order) : order.arguments;

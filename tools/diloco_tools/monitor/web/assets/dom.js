@@ -1,11 +1,11 @@
-// Elements of the page. Text of workers is only ever set as text.
+// Elements of the page. Text from workers is always set as text, never as markup.
 
-/** Signs beside every colour: filled, half, empty, as in the terminal. */
+/** Signs of the tones, as in the terminal. */
 export const SIGNS = { good: "●", uneasy: "◐", bad: "○", quiet: "·" };
 
 export const $ = (id) => document.getElementById(id);
 
-/** Set the text of a node only where it differs: selections and screen readers are left in peace. */
+/** Set the text of a node only if it differs, so that selections and screen readers are not disturbed. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -17,7 +17,7 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
-/** Show [label, [[text, tone], ...]] as pairs of a list; a pair that has not changed is left as it is. */
+/** Show [label, [[text, tone], ...]] as pairs of a list; unchanged pairs are not touched. */
 export function showRows(list, rows) {
   rows.forEach(([label, parts], index) => {
     const node = list.children[index] ?? list.appendChild(make("div", {}, make("dt"), make("dd")));
@@ -40,8 +40,8 @@ export function showRows(list, rows) {
 const isLeft = (key, index) => index < 2 || key === "via";
 
 /**
- * A table in words of the server, sorted by a click on a title. A row stays the same element for as long as
- * its id is there, so focus stays too. `columns`: [{key, title, help}], the first names the row.
+ * A table sorted by a click on a title. A row remains the same element while its id is there, so it keeps
+ * the focus. `columns`: [{key, title, help}]; the first names the row.
  */
 export class Table {
   constructor(parent, columns, onOrder = null) {

@@ -1,1 +1,1 @@
-"""What is measured: each function with a pool of processes is a part of the benchmark."""
+"""The parts of the benchmark: functions that measure with a pool of processes."""

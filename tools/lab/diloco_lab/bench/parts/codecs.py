@@ -20,7 +20,7 @@ from diloco_lab.driver.roles import RoleProcess
 
 CODECS, TABLE = "codecs", "seconds and bytes of a round"
 WORKERS = 2
-USUAL = ("bf16", "fp32")  # what all others are compared with
+USUAL = ("bf16", "fp32")  # the others are compared with it
 PAIRS = [(each, each) for each in ("bf16", "int8", "int4", "int4z")]  # up and down
 COMPUTED_GB_PER_S = 1.25  # 10 Gb/s
 Pair = tuple[str, str]
@@ -57,7 +57,7 @@ def codecs(pool: ProcessPool, *, size: str = "125M", repeats: int = 3) -> list[F
     def run(which: Sequence[RoleProcess], pair: Pair) -> Iterator[Callable[[], Round]]:
         with pool.training(which, size, wire_dtype=pair[0], reply_dtype=pair[1]) as broker:
             a_round = partial(one_round, which, broker, normal=True)
-            a_round()  # memory is taken for the first time
+            a_round()  # allocates memory
             yield a_round
 
     def figures(pair: Pair, rounds: Sequence[Round], usual: Sequence[Round] = ()) -> list[Figure]:
@@ -97,7 +97,7 @@ def table(pool: ProcessPool, *, size: str, workers: int, repeats: int = 3) -> li
     for pair in (USUAL, *PAIRS):
         with pool.training(trainers, size, wire_dtype=pair[0], reply_dtype=pair[1]) as broker:
             a_round = partial(one_round, trainers, broker, normal=True)
-            a_round()  # memory is taken for the first time
+            a_round()  # allocates memory
             rounds = [a_round() for _ in range(repeats)]
         of_it = partial(figure, TABLE, row_of(size, workers, "/".join(pair)))
         up, down = (median(getattr(each, way) for each in rounds) for way in ("up", "down"))

@@ -1,4 +1,4 @@
-"""What the broker can bear: heartbeats in a round, and many idle workers."""
+"""The load of the broker: heartbeats during a round, and many idle workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTLE_S = 1.5  # of idle workers, before the clock starts
 def heartbeat(
     pool: ProcessPool, *, size: str = "125M", workers: int = 4, rounds: int = 3
 ) -> list[Figure]:
-    """How soon heartbeats are answered during a round.
+    """The answer times of heartbeats during a round.
 
     One more member of the run does nothing else. It joins while a round is open that does not expect it,
     and leaves before the next.
@@ -31,7 +31,7 @@ def heartbeat(
     busy = rows.setdefault(f"during a round of {size}, {workers} workers", [])
     pings = rows.setdefault("a byte over raw TCP and back meanwhile", [])
     with pool.training(trainers, size) as broker:
-        one_round(trainers, broker)  # memory is taken for the first time
+        one_round(trainers, broker)  # allocates memory
         for number in range(rounds + 1):
             heart.ask("join", address=broker.address, names=["heart"])
             probes.begin(INTERVAL_S)
@@ -60,10 +60,10 @@ def heartbeat(
 
 
 def idle(pool: ProcessPool, *, workers: int = 500, seconds: float = 9.0) -> list[Figure]:
-    """What many workers cost that only send heartbeats."""
+    """The cost of many workers that only send heartbeats."""
     (trainer,), hearts = pool.roles("trainer"), pool.role("hearts", "idle_workers")
     shares = []
-    # Round one waits for all of them, so nothing but heartbeats goes on.
+    # Round one waits for all of them, so there are only heartbeats.
     with pool.training([trainer], IDLE_SIZE, workers=workers + 1, stall_timeout=0) as broker:
         names = [f"idle-{number}" for number in range(workers)]
         hearts.ask("join", address=broker.address, names=names)

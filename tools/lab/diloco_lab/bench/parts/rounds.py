@@ -25,7 +25,7 @@ WHOLE_ROUND, COST_PART = "whole round", "what a round costs"
 OVER_WORKERS = "memory, over workers"
 SAME_HOST, WITH_KEYS = "rounds on the broker's machine", "round with keys"
 FP32 = 4
-# Copies of the parameters in fp32 that there must be room for, with some to spare.
+# Copies of the parameters in fp32 that must fit into memory, with a reserve.
 WORKER_HOLDS, BROKER_HOLDS = 4, 5
 COMPARED_WORKERS = 2  # of each of two runs side by side
 
@@ -77,9 +77,9 @@ def one_round(
 def has_room(
     pool: ProcessPool, row: str, size: str, workers: int, *, runs: int = 1, more: int = 0
 ) -> bool:
-    """Whether so many runs of these workers fit into memory; else the row is told to be left out.
+    """Whether `runs` runs of these workers fit into memory; if not, the row is noted as skipped.
 
-    `more` are copies of the parameters that each run has besides.
+    `more` are further copies of the parameters in each run.
     """
     copies = runs * (workers * WORKER_HOLDS + BROKER_HOLDS + more)
     return pool.has_memory(copies * FP32 * parameters_of(size) / 1e9, row)
@@ -94,7 +94,7 @@ def whole_round(
         return []
     trainers = pool.roles("trainer", workers)
     with pool.training(trainers, size, reply_dtype=reply) as broker:
-        one_round(trainers, broker)  # memory is taken for the first time
+        one_round(trainers, broker)  # allocates memory
         broker.forget_turns()
         limits, rounds = in_turn(pool.raw, lambda: one_round(trainers, broker), repeats)
         turn = broker.longest_turn_ms()
@@ -123,7 +123,7 @@ def whole_round(
 
 
 def with_keys(pool: ProcessPool, *, size: str = "50M", repeats: int = 5) -> list[Figure]:
-    """Rounds with a broker that asks for keys, so all of it is encrypted, against ones without."""
+    """Encrypted rounds, with keys, against ones without."""
     folder = pool.folder / "keys"
     shutil.rmtree(folder, ignore_errors=True)
     names = (each.name for each in pool.roles("trainer", 2 * COMPARED_WORKERS))
@@ -142,7 +142,7 @@ def same_host(pool: ProcessPool, *, size: str = "50M", repeats: int = 7) -> list
 def _compared(
     pool: ProcessPool, part: str, size: str, repeats: int, **options: Any
 ) -> list[Figure]:
-    """Rounds of a usual run and of one with these options, in turn: both live side by side."""
+    """Rounds of a usual run and of one with these options, in turn; both run side by side."""
     if not has_room(pool, part, size, COMPARED_WORKERS, runs=2):
         return []
     both = pool.roles("trainer", 2 * COMPARED_WORKERS)
@@ -152,7 +152,7 @@ def _compared(
         pool.training(other, size, **options) as changed,
     ):
         a_usual, another = partial(one_round, usual, plain), partial(one_round, other, changed)
-        a_usual()  # memory is taken for the first time
+        a_usual()  # allocates memory
         another()
         limits, rounds = in_turn(a_usual, another, repeats)
     of_it = partial(figure, part, row_of(size, COMPARED_WORKERS))

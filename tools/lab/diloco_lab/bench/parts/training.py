@@ -1,4 +1,4 @@
-"""What the exchange costs training: streaming with overlap, and between boundaries."""
+"""The cost of the exchange for training: streaming with overlap, and between boundaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.driver.roles import RoleProcess
 
 STREAMING, ATTACHED = "streaming", "hook attached, idle"
-SIZE = "10M"  # of what is trained for real
+SIZE = "10M"  # of the trained model
 # Streaming. One worker trains, beside the broker: on two cores each would have one of its own.
 FRAGMENTS = 2
 SYNC_EVERY = 10
@@ -20,7 +20,7 @@ FAR_AWAY = 1_000_000  # steps to the next boundary
 
 
 def streaming(pool: ProcessPool, *, steps: int = 40, repeats: int = 2) -> list[Figure]:
-    """Fragments with overlap: how much of the exchange is hidden behind training.
+    """Fragments with overlap: the part of the exchange that is hidden behind training.
 
     *Blocked* is the time that the optimizer's step spends in the hook. Part of it is the copy of a
     fragment out of the model and back into it, which is measured by itself, in memory that is there
@@ -60,14 +60,14 @@ def streaming(pool: ProcessPool, *, steps: int = 40, repeats: int = 2) -> list[F
 def _train(trainer: RoleProcess, address: str, steps: int) -> dict[str, Any]:
     trainer.ask("build", size=SIZE, trains=True)
     trainer.ask("join", address=address)
-    trainer.ask("train", steps=SYNC_EVERY)  # everything happens for the first time
+    trainer.ask("train", steps=SYNC_EVERY)  # warms up
     found = trainer.ask("train", steps=steps)
     trainer.ask("leave")
     return found
 
 
 def attached(pool: ProcessPool, *, steps: int = 150) -> list[Figure]:
-    """A training step with the hook attached, against the same without what the hook and reports take.
+    """A training step with the hook attached, against the same without the time of hook and reports.
 
     The next boundary is far away. Each part of the steps gives a median.
     """

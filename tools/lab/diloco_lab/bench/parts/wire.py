@@ -1,4 +1,4 @@
-"""The limit on the wire, and what of a slow link is used."""
+"""The limit of the wire, and the utilisation of a slow link."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_all(samples: Sequence[RawSample]) -> list[Figure]:
 def wan(pool: ProcessPool, *, size: str = "50M", repeats: int = 3) -> list[Figure]:
     """A round through a link of 1 Gb/s with a round trip of 100 ms.
 
-    What share of it do the credits let through? One worker with the real hook. The link itself counts:
+    The share of it that the credits allow, for one worker with the real hook. The link itself counts:
     all bytes from the first piece of a chunk to the last, against what it could have carried meanwhile,
     in either direction.
     """

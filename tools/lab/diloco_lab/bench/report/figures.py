@@ -32,7 +32,7 @@ def in_turn(
 
 
 def around(limits: Sequence[float]) -> list[float]:
-    """What each product is measured against: the mean of the limits before and behind it."""
+    """The limit for each product: the mean of those measured before and after it."""
     return [statistics.fmean(pair) for pair in itertools.pairwise(limits)]
 
 
@@ -42,19 +42,19 @@ def against(products: Sequence[float], limits: Sequence[float]) -> list[float]:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float | None:
-    """Of the straight line closest to the points (least squares); None where all have one x."""
+    """Of the straight line closest to the points (least squares); None if all have one x."""
     if len({x for x, _ in points}) < 2:
         return None
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 class Target(NamedTuple):
-    """What a figure should be."""
+    """A bound for a figure."""
 
-    name: str  # what is asked, as the table has it
+    name: str  # in the table
     limit: float  # in the figure's unit
     at_least: bool  # the figure should not be below the limit; else not above
-    unit: str  # of the figures that it applies to
+    unit: str  # of its figures
 
     def is_met(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
@@ -92,21 +92,21 @@ def show(value: float, unit: str) -> str:
 
 
 def number(value: float, unit: str) -> str:
-    """A value without its unit, which stands elsewhere."""
+    """A value without its unit."""
     return f"{100 * value if unit == '%' else value:.{_DIGITS[unit]}f}"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that was measured, several times where it could be."""
+    """A measured quantity, with several values if possible."""
 
     part: str  # of the benchmark
-    of: str  # what it was measured on; rows of a table
-    name: str  # what was measured; columns of a table
-    values: tuple[float, ...]  # in the order in which they were measured
+    of: str  # the configuration; rows of a table
+    name: str  # the quantity; columns of a table
+    values: tuple[float, ...]  # in the order of measurement
     unit: str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, s/GB, bits, or % for a fraction
     target: str | None = None  # key in `TARGETS`
-    note: str = ""  # what else one should know
+    note: str = ""
 
     def __post_init__(self) -> None:
         has_other_target = self.target is not None and TARGETS[self.target].unit != self.unit
@@ -142,16 +142,16 @@ def figure(
 class Report:
     """One run of the benchmark."""
 
-    command: str  # how it was started
-    at: str  # when, ISO 8601 with the offset of the time zone
+    command: str
+    at: str  # the time of its start, ISO 8601 with the offset of the time zone
     seconds: float
-    machine: Mapping[str, Any]  # what it ran on
+    machine: Mapping[str, Any]
     figures: tuple[Figure, ...]
-    skipped: tuple[str, ...] = ()  # sentences on what could not be measured
+    skipped: tuple[str, ...] = ()  # sentences about missing measurements
 
     @property
     def verdicts(self) -> dict[str, Figure]:
-        """Of each target that was measured, the figure farthest from it, or nearest to missing it."""
+        """By measured target the worst figure."""
         found: dict[str, Figure] = {}
         for key, target in TARGETS.items():
             held = [each for each in self.figures if each.target == key]
@@ -170,12 +170,11 @@ class Report:
         return asdict(self) | {"targets": targets, "figures": figures}
 
 
-# Spreads of fewer values than this say nothing.
-LEAST_VALUES = 3
+LEAST_VALUES = 3  # of a spread
 
 
 def tables(report: Report) -> list[Table]:
-    """One for each part in its order, then the targets; none of them is empty."""
+    """One for each part in its order, then the targets; all with rows."""
     found = [
         _part_table(part, [each for each in report.figures if each.part == part])
         for part in dict.fromkeys(each.part for each in report.figures)
@@ -184,7 +183,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def _part_table(part: str, figures: Sequence[Figure]) -> Table:
-    """What it was measured on in rows, what was measured in columns; medians with their spreads."""
+    """Configurations in rows, quantities in columns; medians with their spreads."""
     columns = dict.fromkeys((each.name, each.unit) for each in figures)
     cells = {(each.of, each.name, each.unit): _cell(each) for each in figures}
     rows = dict.fromkeys(each.of for each in figures)
@@ -208,7 +207,7 @@ def _spread(figure: Figure) -> str:
 
 
 def _targets_table(report: Report) -> Table:
-    """Of all figures that a target applies to, the worst counts."""
+    """The worst figure of each target."""
     rows = tuple(
         (
             f"{TARGETS[key].name}  {found.of}",
@@ -224,10 +223,10 @@ def _targets_table(report: Report) -> Table:
 
 
 def sentences(report: Report) -> list[str]:
-    """What has to be said below the tables."""
+    """The notes below the tables."""
     told = list(report.skipped)
     if not report.verdicts:
-        told.append("Nothing that was measured here has a target.")
+        told.append("None of these figures has a target.")
     elif absent := [each.name for key, each in TARGETS.items() if key not in report.verdicts]:
         told.append(f"Not measured here: {'; '.join(absent)}.")
     note = "Each figure is a median, with the least and the greatest value: docs/performance.md."

@@ -1,1 +1,1 @@
-"""What the child processes of the benchmark do."""
+"""The roles of the benchmark's child processes."""

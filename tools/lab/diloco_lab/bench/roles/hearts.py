@@ -53,7 +53,7 @@ class Heart:
         self._send(messages.Leave(self._session))
 
     def listen(self, seconds: float) -> None:
-        """Note it when a heartbeat is answered within this time."""
+        """Note answers to heartbeats for this time."""
         match self._receive(seconds):
             case messages.Notice(what="alive", round=number) if number >= self._round:
                 self.answered.append(time.monotonic())
@@ -63,7 +63,7 @@ class Heart:
         self._socket.send_multipart(pack(message))
 
     def _receive(self, seconds: float) -> messages.Message | None:
-        """The next message; None where there is none in whole milliseconds."""
+        """The next message; None without one in time."""
         if not self._socket.poll(int(1000 * seconds)):
             return None
         message, _ = unpack([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
@@ -72,7 +72,7 @@ class Heart:
         return message
 
     def _wait_for(self, kind: type[M]) -> M:
-        """The next message of this kind; others are passed over."""
+        """The next message of this kind; others are ignored."""
         deadline = time.monotonic() + JOINS_WITHIN_S
         while (left := deadline - time.monotonic()) > 0:
             message = self._receive(left)
@@ -82,7 +82,7 @@ class Heart:
 
 
 class Hearts:
-    """What is asked of the role."""
+    """The actions of the role."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self._is_asked = is_asked
@@ -90,7 +90,7 @@ class Hearts:
         self._hearts: list[Heart] = []
 
     def join(self, address: str, names: list[str], keys: str | None = None) -> None:
-        """Join a run under these names, with a key file where the broker asks for one."""
+        """Join a run under these names, with a key file if the broker has keys."""
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS)
         self._hearts = [Heart(self._context, address, name, keys) for name in names]
@@ -110,7 +110,7 @@ class Hearts:
         for heart in itertools.cycle(self._hearts):
             while (left := next_at - time.monotonic()) > 0:
                 heart.listen(left)
-                # The time of many is not measured, and the broker needs the core.
+                # With many members times are not measured, and the broker needs the core.
                 if len(self._hearts) > 1:
                     time.sleep(max(0.0, next_at - time.monotonic()))
             if self._is_asked():

@@ -39,7 +39,7 @@ class RawEnd:
         return {"began": began, "cpu": time.process_time() - cpu}
 
     def take(self, count: int) -> dict[str, float]:
-        """Receive what `count` buffers hold."""
+        """Receive the bytes of `count` buffers."""
         cpu, view = time.process_time(), memoryview(self._buffer)
         for _ in range(count):
             filled = 0

@@ -21,10 +21,10 @@ from diloco_lab.driver import machine
 from diloco_tools.demo.model import VOCABULARY, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
 
-NOISE = 1 << 23  # normal values that pseudo-gradients are made of: many times a chunk
+NOISE = 1 << 23  # normal values of pseudo-gradients: many times a chunk
 NOISE_SCALE = 1e-3  # their standard deviation: that of a parameter over some hundred inner steps
-DRIFT = 0.999  # what parameters are multiplied by before a round, so that there is a difference
-START = 0.02  # the value of every parameter where nothing is trained
+DRIFT = 0.999  # factor of the parameters before a round
+START = 0.02  # the value of every untrained parameter
 BATCH = 1  # windows in a step of real training: a tenth of a second for 10M parameters
 
 
@@ -35,7 +35,7 @@ class Nothing(Optimizer):
         super().__init__(model.parameters(), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Only the hooks behind it do something."""
+        """Only its hooks do something."""
 
 
 def still_model(size: str) -> nn.Module:
@@ -47,11 +47,11 @@ def still_model(size: str) -> nn.Module:
 
 
 class Trainer:
-    """One worker after the other, in one process."""
+    """One worker at a time, in one process."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         torch.set_num_threads(1)
-        self._is_asked = is_asked  # for something else, while an action goes on
+        self._is_asked = is_asked  # whether the next request has come
         self._model: Any  # a GPT, or the parameters of one
         self._optimizer: Optimizer
         self._diloco: DiLoCoWorker
@@ -60,7 +60,7 @@ class Trainer:
         self._noise: torch.Tensor | None = None
 
     def build(self, size: str, trains: bool = False) -> None:
-        """A model and its optimizer; the worker's memory counts from here."""
+        """Build a model and its optimizer; the worker's memory counts from here."""
         if trains:
             self._model = build_model(0, GPTConfig(CONTEXT, *SIZES[size]))
             self._optimizer = AdamW(self._model.parameters(), lr=1e-4)
@@ -73,19 +73,19 @@ class Trainer:
 
     def join(self, address: str, keys: str | None = None) -> None:
         """Join a run with the built model, which gets the run's parameters. `keys` is a key file."""
-        # Registered before the hook's own, so it is called before it.
+        # Registered before the hook's own, so it is called first.
         self._optimizer.register_step_post_hook(self._note)
         self._diloco = DiLoCoWorker(self._model, self._optimizer, server=address, keys=keys)
         self._diloco.start()
 
     def leave(self) -> None:
-        """Leave the run; the memory of the model is free for others."""
+        """Leave the run and free the memory of the model."""
         self._diloco.close()
         del self._diloco, self._model, self._optimizer
         machine.give_back()
 
     def memory(self) -> dict[str, Any]:
-        """Bytes at the peak beyond what there was before joining."""
+        """Peak memory in bytes beyond that before joining."""
         return {"beyond": machine.peak(os.getpid()) - self._resident}
 
     def _note(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Trainer:
 
     @torch.no_grad()
     def drift(self, normal: bool = False) -> None:
-        """What training would have done to the parameters, before the clock runs.
+        """Change the parameters as training would have, before the clock runs.
 
         `normal`: by normal values, other ones at each worker and in each round, as a codec needs them
         whose size depends on what it packs. They are pieces of one vector, from anywhere in it.
@@ -111,7 +111,7 @@ class Trainer:
                 piece.add_(self._noise[start : start + piece.numel()])
 
     def round(self) -> dict[str, Any]:
-        """One step with a boundary behind it: from its beginning until the reply is in the model."""
+        """One step with a boundary: from its beginning until the reply is in the model."""
         before = self._diloco.sync_metrics
         self._optimizer.step()
         ended = time.monotonic()
@@ -126,16 +126,16 @@ class Trainer:
         }
 
     def simulate(self, steps: int | None, step_s: float, drift_every: int) -> dict[str, Any]:
-        """Steps of this length that change the parameters, as training does, with the hook behind each.
+        """Steps of this length that change the parameters, as training does, each followed by the hook.
 
         Args:
-            steps: how many; None: until something else is asked for.
-            step_s: seconds of each; what the change itself takes is part of them.
-            drift_every: the parameters change in the first of so many steps: before each boundary.
+            steps: their number; None: until the next request.
+            step_s: seconds of each, with the change.
+            drift_every: the parameters change in one of this many steps, before each boundary.
 
         Returns:
-            How long the hook held up each step and how long it takes to copy all parameters once, in s;
-            how many steps behind its slot the last reply was merged.
+            The seconds by which the hook delayed each step, the seconds of one copy of all parameters,
+            and the steps by which the last reply was merged late.
         """
         waited: list[float] = []
         while not self._is_asked() if steps is None else len(waited) < steps:
@@ -166,7 +166,7 @@ class Trainer:
         return {"steps": whole, "hook": hook, "reports": reports, "copy": self._copy_seconds()}
 
     def _copy_seconds(self) -> float:
-        """To copy all parameters once, to memory that is there already."""
+        """The seconds of one copy of all parameters, to allocated memory."""
         parameters = [p.detach() for p in self._model.parameters()]
         copies = [torch.empty_like(p).copy_(p) for p in parameters]
         found = []

@@ -27,17 +27,17 @@ from diloco_tools.processes import ChildFailed
 WORKERS = ("w0", "w1")
 TRAINS_WITHIN_S = 60.0
 ENDS_LATE_S = 30.0  # an attacker, after its time
-STALLS_S = 3.0  # after which rounds wait no more for the member that only sends heartbeats
-CALM_WITHIN_S = 20.0  # what an attack leaves behind is worked off, before the next one
-ROUND_WITHIN_S = 10.0  # the next one after a window: it makes the window's last part
+STALLS_S = 3.0  # after which rounds stop waiting for the member that only sends heartbeats
+CALM_WITHIN_S = 20.0  # until the effects of an attack are over, before the next one
+ROUND_WITHIN_S = 10.0  # for the next round after a window, which completes the window
 LOOK_EVERY_S = 0.02
 AUDIT = "audit.jsonl"  # in which the broker writes each new version
-NOBODY = "stranger"
+WITHOUT_KEYS = "stranger"
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long, and which."""
+    """The length and the choice of attacks."""
 
     folder: Path
     is_quick: bool = False  # shorter, each attack on one broker only
@@ -49,7 +49,7 @@ class Options:
 
     @property
     def settles_s(self) -> float:
-        """Until the memory behind an attack is looked at."""
+        """Until the memory after an attack is measured."""
         return 0.3 if self.is_quick else 1.0
 
     def seconds_of(self, attack: Attack) -> float:
@@ -58,7 +58,7 @@ class Options:
         return READS_AFTER_S + 1.0 if attack.waits else 3.0
 
     def wanted(self, *, has_keys: bool) -> list[Attack]:
-        """The attacks on a broker that asks for keys, or for none."""
+        """The attacks on a broker with keys, or without."""
         return [
             each
             for each in ATTACKS
@@ -72,7 +72,7 @@ class Stage:
     """A broker and its workers, which train. Made by `stage`.
 
     Attributes:
-        keys_folder: of the broker; None: it asks for none.
+        keys_folder: of the broker; None: it has no keys.
     """
 
     def __init__(self, pool: ProcessPool, broker: BrokerProcess, keys_folder: Path | None) -> None:
@@ -87,12 +87,10 @@ class Stage:
             keys = self.key_file(Owner(keyed.THIEF.role, name))
             trainer = pool.role("attacked", name)
             trainer.tell("train", address=broker.address, name=name, keys=keys)
-        self.await_rounds(
-            time.monotonic(), TRAINS_WITHIN_S
-        )  # a member can join once there is a model
+        self.await_rounds(time.monotonic(), TRAINS_WITHIN_S)  # members can join after the model
 
     def key_file(self, owner: Owner | None) -> str:
-        """Empty where no keys are asked for."""
+        """Empty without keys."""
         if self.keys_folder is None or owner is None:
             return ""
         return str(self.keys_folder / "clients" / f"{owner.role.value}-{owner.name}.key")
@@ -102,7 +100,7 @@ class Stage:
         return watch.size_of((self.log, *self.history))
 
     def probes(self) -> Probes:
-        """A member that sends heartbeats; it makes no step, so rounds wait for it for a moment."""
+        """A member that only sends heartbeats; rounds wait for it for a moment."""
         heart = self.pool.role("hearts")
         keys = self.key_file(keyed.PULSE) or None
         heart.ask("join", address=self.broker.address, names=[keyed.PULSE.name], keys=keys)
@@ -111,14 +109,14 @@ class Stage:
         return Probes(heart, ends)
 
     def await_rounds(self, after: float, within_s: float) -> None:
-        """Wait for a round that ends later than that; do not insist."""
+        """Wait for a round that ends later than `after`, at most for `within_s`."""
         deadline = after + within_s
         while time.monotonic() < deadline and not any(t > after for t in self.rounds.seen()[-1:]):
             self.check()
             time.sleep(LOOK_EVERY_S)
 
     def check(self) -> None:
-        """Raises ChildFailed where the broker or a worker has ended."""
+        """Raises ChildFailed if the broker or a worker has ended."""
         for child in (self.broker.child, *(self.pool.role("attacked", each) for each in WORKERS)):
             if not child.running:
                 raise child.failure()
@@ -140,7 +138,7 @@ class Stage:
         try:
             return Tally(**attacker.hear(START_WITHIN_S + seconds + ENDS_LATE_S))
         except ChildFailed as error:
-            # It tells nothing of the broker, but nobody may take it for an attack that was withstood.
+            # It says nothing about the broker, but must not count as an attack that was withstood.
             through = [f"it was not tried to its end: {error}"]
             return Tally(through=through, began_at=began, ended_at=time.monotonic())
         finally:
@@ -174,7 +172,7 @@ def stage(folder: Path, *, has_keys: bool) -> Iterator[Stage]:
 
 
 def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list[str]]:
-    """All rows, and sentences on what went wrong besides them."""
+    """All rows, and sentences about other errors."""
     rows: list[Row] = []
     problems: list[str] = []
     for has_keys in (False, True):
@@ -194,7 +192,7 @@ def measured(options: Options, attacks: list[Attack], *, has_keys: bool) -> Iter
     with stage(folder, has_keys=has_keys) as run:
         probes, pid = run.probes(), run.broker.child.pid
         with watch.Watch(pid, run.rounds) as seen:
-            probes.begin(watch.PROBE_EVERY_S)  # by its heartbeats the member is seen to stand still
+            probes.begin(watch.PROBE_EVERY_S)  # its heartbeats show that the member stands still
             run.await_rounds(time.monotonic() + STALLS_S, TRAINS_WITHIN_S)
             probes.end()
             first_base = machine.resident(pid)
@@ -207,7 +205,7 @@ def measured(options: Options, attacks: list[Attack], *, has_keys: bool) -> Iter
 
 
 def twice(first: Row, again: Row) -> Row:
-    """What counts of two measurements: others may have slowed the first one, but what it made stays."""
+    """The result of two measurements: the first may have been slow by chance, but its growth remains."""
     return replace(
         again,
         first=first.plain(),
@@ -224,7 +222,7 @@ def _measured(  # noqa: PLR0917
     options: Options,
     first_base: float,
 ) -> Row:
-    """A calm window, the attack, a moment after it; and what the attack cost the broker."""
+    """A calm window, the attack, a moment after it; and the broker's costs."""
     watch.await_calm(probes, CALM_WITHIN_S)
     calm_began, written_before = time.monotonic(), run.written()
     time.sleep(options.calm_s)
@@ -268,7 +266,7 @@ COUNTED = ("messages", "connections", "bytes", "ended", "refused")
 
 
 def name_of(attack: Attack, *, has_keys: bool) -> str:
-    """By whom it is, for the table."""
+    """The attacker, for the table."""
     if not has_keys:
-        return NOBODY
+        return WITHOUT_KEYS
     return attack.by or (f"key: {attack.with_key.role.value}" if attack.with_key else "no key")

@@ -1,4 +1,4 @@
-"""Attacks that cost: floods of frames, headers and questions, and answers that nobody reads."""
+"""Attacks on resources: floods of frames, headers and requests, and unread answers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 MIB = 1 << 20
 EMPTY_FRAMES = 3_000_000
 EMPTIES_OF_A_KEY = 300_000  # ZeroMQ keeps them at the attacker until the message is whole
-ENDLESS_BYTES = 1260 * MIB  # after which a message that never ends counts as taken
+ENDLESS_BYTES = 1260 * MIB  # after which an endless message counts as accepted
 ENDLESS_EMPTIES = 200 * MIB
 BLOCK = frame(b"", more=True) * (1 << 15)
 JOINS, HEADER_BYTES = 60, 7_000_000
 OBSERVERS = 30
 QUESTIONS = 700  # of about 70 bytes: 50 kB
 ENDS_WITHIN_S = 2.0
-READS_WITHIN_S = 10.0  # the broker's own bound on who reads nothing; see `connection_watch` there
+READS_WITHIN_S = 10.0  # the broker's own bound for unread connections; see `connection_watch` there
 
-# Attacks that are shorter do not see those who read nothing go: they ask in the first third.
+# Shorter attacks do not see their unread connections end: they send requests in the first third.
 READS_AFTER_S = 1.5 * READS_WITHIN_S + 1
 
 
@@ -114,7 +114,7 @@ def observers(scene: Scene) -> None:
 
 
 def manifests(scene: Scene) -> None:
-    """50 kB of questions for the manifest, whose answers nobody reads; from ten connections."""
+    """50 kB of requests for the manifest on ten connections, which do not read the answers."""
     question = messages.Control("manifest", 1, {"who": "an attacker"})
 
     def ask(peer: Peer) -> int:
@@ -126,9 +126,9 @@ def manifests(scene: Scene) -> None:
 def _never_read(
     scene: Scene, count: int, ask: Callable[[Peer], object], *, must_end: bool = True
 ) -> None:
-    """Ask on so many connections, one after the other, and read nothing until the time is over.
+    """Ask on `count` connections, one after the other, and read nothing until the time is over.
 
-    Where the time is longer than who reads nothing may stay, all of them have to be ended.
+    If the time is longer than a connection without a reader may last, all of them must be ended.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def _never_read(
             peer = stack.enter_context(scene.peer(reads=False))
             ask(peer)
             peers.append(peer)
-            # Each at another version, within the first third of the time.
+            # Each at another version, in the first third of the time.
             time.sleep(max(0.0, began + scene.seconds / 3 * number / count - time.monotonic()))
         while scene.goes_on:
             time.sleep(0.05)

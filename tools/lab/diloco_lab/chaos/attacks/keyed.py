@@ -1,4 +1,4 @@
-"""Attacks on a broker that asks for keys: none, a wrong one, another's; old sessions."""
+"""Attacks on a broker with keys: without a key, with a wrong one, with another's; old sessions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from diloco_protocol.roles import Role
 OPERATOR, MONITOR = Owner(Role.OPERATOR, "drill"), Owner(Role.MONITOR, "screen")
 WORKERS = tuple(Owner(Role.WORKER, name) for name in ("thief", "victim", "pulse"))
 THIEF, VICTIM, PULSE = WORKERS
-# What a monitor may not ask for; none of it would be undone by itself.
+# Actions that a monitor may not request; none is undone by itself.
 STEERING = ("pause", "save", "manifest", "shutdown", "kick", "close", "set")
-SAVE_EVERY = 1_000_000  # of the broker: the drill is no test of disks
+SAVE_EVERY = 1_000_000  # of the broker: the drill does not test disks
 SHORT_S = 0.3  # for an answer that should not come
-FEED_WITHIN_S = 2.0  # the feed speaks every second
+FEED_WITHIN_S = 2.0  # the feed publishes every second
 FLOOD = frame(b"", more=True) * (1 << 16)
-# Mechanisms of ZMTP, and what is said behind a greeting that has them.
+# Mechanisms of ZMTP, and the bytes after a greeting with them.
 BLIND = (
     (b"NULL", READY),
     (b"CURVE", READY),
@@ -37,7 +37,7 @@ BLIND = (
 
 
 def no_key(scene: Scene) -> None:
-    """All that costs a broker without keys, blindly; half a handshake; and plain questions."""
+    """All floods for a broker without keys; half a handshake; and plain requests."""
 
     def flood(mechanism: bytes, rest: bytes) -> None:
         with contextlib.closing(RawPeer(scene.address, scene.tally, mechanism=mechanism)) as peer:
@@ -52,7 +52,7 @@ def no_key(scene: Scene) -> None:
                 flood(mechanism, rest)
             except OSError:
                 scene.tally.ended += 1
-        with contextlib.suppress(OSError):  # it greets and says no more
+        with contextlib.suppress(OSError):  # it greets and then is silent
             held.append(RawPeer(scene.address, scene.tally, mechanism=b"CURVE"))
         _must_be_silent(scene, None, "a stranger without a key", "victim")
 
@@ -66,14 +66,14 @@ def no_key(scene: Scene) -> None:
 
 
 def wrong_key(scene: Scene) -> None:
-    """A key pair of our own making, under the names of others, to the ROUTER and to the feed."""
+    """A made-up key pair under the names of others, to the ROUTER and to the feed."""
     assert scene.keys is not None
     broker = scene.keys.broker
 
     def attempt() -> None:
         for owner in (VICTIM, OPERATOR):
             keys = Keys(owner, *zmq.curve_keypair(), broker)
-            _must_be_silent(scene, keys, "a key that nobody made", owner.name)
+            _must_be_silent(scene, keys, "a made-up key", owner.name)
 
     with _feed_is_silent(scene, Keys(MONITOR, *zmq.curve_keypair(), broker)):
         scene.repeat(attempt)
@@ -81,7 +81,7 @@ def wrong_key(scene: Scene) -> None:
 
 @contextlib.contextmanager
 def _feed_is_silent(scene: Scene, keys: Keys | None) -> Iterator[None]:
-    """Listen to it meanwhile, and long enough."""
+    """Check that the feed is silent during the context, for long enough."""
     reader = scene.context.socket(zmq.SUB)
     reader.linger = 0
     reader.subscribe(TOPIC)
@@ -93,12 +93,12 @@ def _feed_is_silent(scene: Scene, keys: Keys | None) -> Iterator[None]:
         until = time.monotonic() + FEED_WITHIN_S
         yield
         if reader.poll(max(0, int(1000 * (until - time.monotonic())))):
-            what = "without a key" if keys is None else "with a key that nobody made"
+            what = "without a key" if keys is None else "with a made-up key"
             scene.tally.got_through(f"the feed was read {what}")
 
 
 def _must_be_silent(scene: Scene, keys: Keys | None, who: str, name: str) -> None:
-    """Questions and a join on a connection with these keys have no answer."""
+    """Requests and a join on a connection with these keys must have no answer."""
     with scene.peer_with(keys) as peer:
         for action in ("status", "pause"):
             peer.say(messages.Control(action, 1))
@@ -122,7 +122,7 @@ def _must_be_refused(scene: Scene, peer: Peer, message: messages.Message, where:
 
 
 def anothers_name(scene: Scene) -> None:
-    """A worker's key that wants to train under other names, and to use the session of another."""
+    """A worker's key is used to train under other names, and in the session of another."""
     thief = scene.key_of(THIEF)
 
     def attempt() -> None:
@@ -148,7 +148,7 @@ def anothers_name(scene: Scene) -> None:
 
 
 def replay(scene: Scene) -> None:
-    """What was said in a session that is over, again under its key."""
+    """Messages of an ended session, sent again under its key."""
     with _joined(scene, VICTIM) as (session, _):
         pass  # it has left: its token is an old one
 
@@ -164,7 +164,7 @@ def replay(scene: Scene) -> None:
 
 
 def steering_monitor(scene: Scene) -> None:
-    """A monitor's key that steers, trains, and reads the model."""
+    """A monitor's key is used to steer, to train, and to read the model."""
     keys = scene.key_of(MONITOR)
 
     def attempt() -> None:

@@ -1,8 +1,7 @@
-"""How attackers speak to a broker: by bytes of their own making, or through ZeroMQ with a key.
+"""Connections of attackers to a broker: raw bytes, or through ZeroMQ with a key.
 
-Only a connection without keys can be written byte by byte here (ZMTP 3, RFC 23, mechanism NULL): CURVE
-would have to be made again. With a key ZeroMQ itself sends, so a message has to have an end, which the
-broker does not know before it comes.
+Raw bytes are only possible without keys (ZMTP 3, RFC 23, mechanism NULL): CURVE would have to be
+implemented again. With a key ZeroMQ itself sends, and only complete messages.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from diloco_protocol.clients.handshake import FAILURES
 from diloco_protocol.frames import MAX_FRAME_BYTES
 from diloco_protocol.roles import Peer as Owner
 
-ANSWERS_WITHIN_S = 2.0  # an attacker that hears nothing for so long goes on
+ANSWERS_WITHIN_S = 2.0  # an attacker waits no longer for an answer
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 GONE = zmq.EVENT_DISCONNECTED | FAILURES
 
@@ -60,12 +59,12 @@ def frame(body: bytes, *, more: bool) -> bytes:
 
 @dataclass
 class Tally:
-    """What an attacker has done, and what came of it.
+    """The attempts of an attacker, and their results.
 
     Attributes:
         ended: connections that the broker has ended.
         refused: requests that it has refused.
-        through: a sentence for each thing that should not have worked.
+        through: a sentence for each attempt that should have failed.
         began_at, ended_at: of the monotonic clock.
     """
 
@@ -84,7 +83,7 @@ class Tally:
 
 
 class RawPeer:
-    """A TCP connection on which we write what we like. Raises OSError once the broker has ended it."""
+    """A TCP connection for any bytes. Raises OSError once the broker has ended it."""
 
     def __init__(self, address: str, tally: Tally, *, mechanism: bytes = b"NULL") -> None:
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
@@ -111,7 +110,7 @@ class RawPeer:
         self._tally.bytes += len(data)
 
     def is_ended(self, within_s: float) -> bool:
-        """Whether the broker ends the connection in time; what it says is dropped."""
+        """Whether the broker ends the connection in time; its messages are dropped."""
         until = time.monotonic() + within_s
         while (left := until - time.monotonic()) > 0:
             self.socket.settimeout(left)
@@ -126,7 +125,7 @@ class RawPeer:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            # Nothing stays in the system: thousands of these are opened.
+            # Leave no state in the kernel: thousands of these are opened.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -141,7 +140,7 @@ class RawPeer:
 
 
 class Peer:
-    """A DEALER with a key or without, which never connects again by itself."""
+    """A DEALER with or without a key, which never reconnects."""
 
     def __init__(
         self, address: str, context: zmq.Context[Any], tally: Tally, keys: Keys | None = None
@@ -156,10 +155,10 @@ class Peer:
             keys.lock(self.socket)
         self._address = address
         self._monitor: zmq.Socket[Any]
-        self._connection: int | None = None  # a descriptor of it, of who does not read
+        self._connection: int | None = None  # a descriptor of it, of a peer that does not read
 
     def connect(self, *, reads: bool = True) -> Peer:
-        """Connect; who does not read takes in no more than the system does by itself."""
+        """Connect; without `reads` only the system's buffers take in data."""
         if not reads:
             self.socket.set(zmq.RCVHWM, 1)
             self.socket.set(zmq.RCVBUF, 4096)
@@ -174,7 +173,7 @@ class Peer:
         return self
 
     def send(self, *frames: bytes) -> bool:
-        """Whether it could be sent: not on a connection that has ended."""
+        """Whether it was sent: not on an ended connection."""
         try:
             self.socket.send_multipart(frames)
         except zmq.ZMQError:
@@ -187,7 +186,7 @@ class Peer:
         return self.send(messages.encode(message))
 
     def hear(self, *kinds: str, within_s: float | None = None) -> Header | None:
-        """The next message of one of these kinds, or of any; None where none comes, or the end."""
+        """The next message of one of these kinds, or of any; None without one in time, or at the end."""
         until = time.monotonic() + (ANSWERS_WITHIN_S if within_s is None else within_s)
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -203,14 +202,14 @@ class Peer:
         return None
 
     def asks(self, action: str, **arguments: Any) -> Header | None:
-        """What becomes of a control request: a `result`, an `error`, or nothing."""
+        """The answer to a control request: a `result`, an `error`, or None."""
         self.say(messages.Control(action, 1, arguments))
         return self.hear("result", "error")
 
     def is_ended(self, within_s: float) -> bool:
         """Whether the broker has ended the connection, or ends it in time.
 
-        ZeroMQ does not tell of a connection from which it reads nothing; the system does.
+        ZeroMQ does not notice the end of a connection that it does not read; the system does.
         """
         if self._connection is None:
             return bool(self._monitor.poll(int(1000 * within_s)))
@@ -228,11 +227,11 @@ class Peer:
 
 @dataclass
 class Scene:
-    """Where an attacker stands: whom it attacks, as whom, and for how long.
+    """The target, the identity and the time of an attacker.
 
     Attributes:
-        keys: the key that it has; None: it has none.
-        folder: the broker's keys, where it asks for them: some attacks take others from it.
+        keys: its key, if any.
+        folder: the broker's keys, if it has keys: some attacks take others from it.
         description: the packed manifest of the run's model.
     """
 
@@ -254,7 +253,7 @@ class Scene:
 
     @property
     def digest(self) -> bytes:
-        """Of the description, as a join names it."""
+        """The digest of the description in a join."""
         return hashlib.sha256(self.description).digest()
 
     @property
@@ -263,7 +262,7 @@ class Scene:
         return "stranger" if self.keys is None else self.keys.peer.name
 
     def key_of(self, owner: Owner) -> Keys:
-        """A key of the drill, out of the broker's folder."""
+        """A key of the drill, from the broker's folder."""
         found = find_keys(f"{self.folder}/clients/{owner.role.value}-{owner.name}.key")
         assert found is not None
         return found
@@ -282,7 +281,7 @@ class Scene:
 
     @contextlib.contextmanager
     def raw(self) -> Iterator[RawPeer]:
-        """A connection without a key that is ready for messages."""
+        """A connection without a key, ready for messages."""
         peer = RawPeer(self.address, self.tally)
         try:
             peer.greet()
@@ -291,7 +290,7 @@ class Scene:
             peer.close()
 
     def repeat(self, attempt: Callable[[], None]) -> None:
-        """As often as there is time for, and once at least; the broker may end each attempt."""
+        """Repeat until the time is over, at least once; the broker may end each attempt."""
         while True:
             try:
                 attempt()

@@ -1,4 +1,4 @@
-"""What an attack came to, which bounds it broke, and the table. Pure."""
+"""The result of an attack, the bounds that it broke, and the table. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from diloco_lab.driver.tables import Table, table_of
 
 LEAST_PACE = 0.8  # of the calm one just before
 MOST_MEMORY_MIB = 64.0
-# By who has a key, besides: encrypted, a chunk that is not read is a copy for each reader.
+# In addition with a key: an unread encrypted chunk is a copy for each reader.
 MORE_WITH_KEYS_MIB = 64.0
-# Of all attacks together: besides, glibc keeps the end of the heap of libzmq's thread, up to 64 MiB.
+# Of all attacks together; glibc also keeps the end of the heap of libzmq's thread, up to 64 MiB.
 MOST_KEPT_MIB = 128.0
 SLOWEST_ANSWER_MS = 50.0
 MOST_WRITTEN_KIB = 64.0  # to the log and the history, in one attack
@@ -31,12 +31,12 @@ class Row:
     beside: float
     rise_mib: float = 0.0
     after_mib: float = 0.0
-    kept_mib: float = 0.0  # after it, beyond what the broker had before the first attack
+    kept_mib: float = 0.0  # after it, beyond the broker's memory before the first attack
     answer_ms: float = 0.0
     echo_ms: float = 0.0
     written_kib: float = 0.0
     seconds: float = 0.0
-    first: dict[str, Any] | None = None  # of a second measurement the one whose bounds were broken
+    first: dict[str, Any] | None = None  # the first measurement, if it broke a bound
 
     @property
     def kept(self) -> float:
@@ -44,7 +44,7 @@ class Row:
         return self.beside / self.calm if self.calm else 0.0
 
     def broken(self) -> list[str]:
-        """A sentence for each bound that does not hold."""
+        """A sentence for each broken bound."""
         more = MORE_WITH_KEYS_MIB if self.by.startswith("key") else 0.0
         late, more_memory = self.answer_ms - self.echo_ms, MOST_MEMORY_MIB + more
         answer = f"{self.answer_ms:.0f} ms (an echo {self.echo_ms:.0f} ms)"

@@ -16,7 +16,7 @@ from diloco_lab.chaos.attacks.peers import Scene, Tally
 from diloco_protocol.clients import find_keys
 from diloco_protocol.roles import Peer as Owner
 
-NICE = 5  # a third of the weight of others; with 19 it came to nothing where others were at work
+NICE = 5  # a third of the weight of others; with 19 it got no CPU time on a busy machine
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Attack:
     """One row.
 
     Attributes:
-        act: what the attacker does, in a process of its own.
-        with_key: whose key it has at a broker with keys; None: it has none there either.
-        by: what the table says of whose key it uses; empty: that of `with_key`.
-        without_keys: whether a stranger does it to a broker without keys, too.
-        waits: in the whole drill it lasts until those who read nothing should have been ended.
+        act: the attack, in a process of its own.
+        with_key: the owner of its key at a broker with keys; None: it has no key.
+        by: the attacker in the table; empty: the owner of its key.
+        without_keys: it is also an attack on a broker without keys.
+        waits: in the whole drill it lasts until the broker should have ended unread connections.
     """
 
     name: str
@@ -63,7 +63,7 @@ BY_NAME = {each.name: each for each in ATTACKS}
 
 
 def attack(name: str, *, keys: str, description: str, **scene: Any) -> Tally:
-    """Carry one out; the time counts from when all is there that it needs.
+    """Carry one out; its time begins after the preparations.
 
     Args:
         keys: the attacker's key file; empty: none.
@@ -81,7 +81,7 @@ def attack(name: str, *, keys: str, description: str, **scene: Any) -> Tally:
 
 
 class Attacker:
-    """The role "attacker". It leaves the processors rather to those whose pace is measured."""
+    """The role "attacker". It has a low priority, so that the measured processes have the cores."""
 
     def __init__(self, _: object) -> None:
         os.nice(NICE)

@@ -1,4 +1,4 @@
-"""What is measured of a broker and its run: memory, files, rounds, heartbeats."""
+"""Measures a broker and its run: memory, files, rounds, heartbeats."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from diloco_tools.processes import JsonLines
 LOOK_EVERY_S = 0.01
 PROBE_EVERY_S = 0.02
 CALM_S, CALM_MS = 0.5, 50.0
-LONG_S = 2.0  # an attack that lasts so long has a pace of its own
+LONG_S = 2.0  # a longer attack has a pace of its own
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
 Sample = tuple[float, float]  # time of the monotonic clock, value
 
 
 class Rounds:
-    """When rounds ended, by what the broker writes into its audit log."""
+    """The ends of rounds, from the broker's audit log."""
 
     def __init__(self, log: Path) -> None:
         self._log = JsonLines(log)
@@ -33,7 +33,7 @@ class Rounds:
         self._times: list[float] = []
 
     def seen(self) -> list[float]:
-        """Take in what is new."""
+        """Read new records."""
         with self._lock:
             new = [each for each in self._log.new() if each["after"] is not None]
             self._times += [time.monotonic()] * len(new)
@@ -41,7 +41,7 @@ class Rounds:
 
 
 class Watch:
-    """Looks at a broker's memory and rounds from entering to leaving, in a thread."""
+    """Samples a broker's memory and rounds during the context, in a thread."""
 
     def __init__(self, pid: int, rounds: Rounds) -> None:
         self._pid = pid
@@ -62,13 +62,13 @@ class Watch:
         while not self._is_over.wait(LOOK_EVERY_S):
             try:
                 self.memory.append((time.monotonic(), machine.resident(self._pid)))
-            except (OSError, ValueError):  # the process has ended; the drill says so
+            except (OSError, ValueError):  # the process has ended; the drill reports it
                 return
             self.rounds.seen()
 
 
 def await_calm(probes: Probes, within_s: float) -> None:
-    """Wait until the broker answers as soon as it should for half a second; do not insist."""
+    """Wait until the broker has answered quickly for half a second, within a bound."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         probes.begin(PROBE_EVERY_S)
@@ -84,7 +84,7 @@ def within(samples: Iterable[Sample], start: float, end: float) -> list[float]:
 
 
 def pace(times: list[float], start: float, end: float) -> float:
-    """Rounds per second in a window; of the rounds that it cuts, the part that lies in it.
+    """Rounds per second in a window, with parts of the rounds that it cuts.
 
     `times` should have one before the window and one behind it: a round that has not ended then counts
     as long as it lasted until `end`, so it is nothing.
@@ -96,26 +96,26 @@ def pace(times: list[float], start: float, end: float) -> float:
 
 
 def pace_beside(times: list[float], began: float, ended: float, settled: float) -> float:
-    """Rounds per second from an attack's begin until a moment after it.
+    """Rounds per second from an attack's beginning until a moment after it.
 
-    What is calm again after a long attack does not make up for what was slow during it.
+    A calm time after a long attack does not compensate for a slow one during it.
     """
     whole = pace(times, began, settled)
     return min(whole, pace(times, began, ended)) if ended - began >= LONG_S else whole
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Bytes of those that exist."""
+    """The bytes of the existing files."""
     return sum(each.stat().st_size for each in files if each.exists())
 
 
 def unprintable(text: str) -> bool:
-    """Whether it would do something to a terminal, or begin a line of its own."""
+    """Whether it would control a terminal, or begin a new line."""
     return any(not char.isprintable() for char in text)
 
 
 def forged(log: Path, history: Iterable[Path], mark: str) -> list[str]:
-    """Sentences on what an attacker could write into the log and the history of a broker."""
+    """Sentences about an attacker's texts in the log and the history of a broker."""
     found = []
     for line in log.read_text(encoding="utf-8", errors="replace").split("\n"):
         if unprintable(line):

@@ -1,4 +1,4 @@
-"""Attacks by what a message says: forged lines, and settings that end a run."""
+"""Attacks by the contents of a message: forged lines, and ruinous settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco_protocol import messages
 
 MARK = "FORGED-BY-AN-ATTACKER"
 HOST = f"host\n12:00:00 WARNING {MARK}\r\x1b]0;{MARK}\x07\x1b[2J\u202e{MARK}"
-# Settings that would end a training, or stand still for ever; each of them is out of every bound.
+# Settings that would ruin or stop a training; each of them is out of bounds.
 RUINOUS: tuple[dict[str, Any], ...] = (
     {"outer_lr": 1e308},
     {"outer_lr": math.inf},
@@ -25,16 +25,16 @@ RUINOUS: tuple[dict[str, Any], ...] = (
     {"grace": 1e300},
     {"save_every": 10**15},
 )
-# Within every bound: only the role refuses these.
+# Within all bounds: only the role of the sender forbids these.
 LAWFUL: tuple[tuple[str, dict[str, Any]], ...] = (("set", {"outer_lr": 0.5}), ("pause", {}))
 
 
 def host_names(scene: Scene) -> None:
     """Join under a host name with line ends and terminal escapes, and leave at once.
 
-    What is written of it is looked at by the drill, which reads the log and the history.
+    The drill checks the log and the history for it.
     """
-    for _ in range(2):  # each is expected for a moment, and rounds wait for it
+    for _ in range(2):  # rounds wait for each for a moment
         with scene.peer() as peer:
             join = messages.Join(
                 scene.worker_id, digest=scene.digest, size=len(scene.description), host=HOST
@@ -58,12 +58,12 @@ def host_names(scene: Scene) -> None:
 
 
 def settings(scene: Scene) -> None:
-    """`set` to values that end a run, as a stranger or with the key at hand."""
+    """`set` to ruinous values, without a key or with the given one."""
     _steer(scene, [("set", values) for values in RUINOUS])
 
 
 def lawful_settings(scene: Scene) -> None:
-    """What an operator may ask for and others may not, besides values that end a run."""
+    """Settings that only an operator may change, and ruinous ones."""
     _steer(scene, [*LAWFUL, *(("set", values) for values in RUINOUS)])
 
 

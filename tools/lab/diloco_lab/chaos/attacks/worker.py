@@ -14,8 +14,8 @@ from diloco_worker import DiLoCoWorker, manifest_of
 SYNC_EVERY = 10  # H: a few rounds a second
 INPUTS, HIDDEN, BATCH = 256, 1024, 4
 REST_S = 0.01  # behind each step, which stands for a larger model
-# Frozen numbers that nobody trains. They cost nothing, but they make the manifest as long as that of a
-# large model, and the answers to questions for it.
+# Frozen numbers, which are not trained. They cost nothing, but make the manifest, and so the answers
+# to requests for it, as long as that of a large model.
 FROZEN = 1500
 
 

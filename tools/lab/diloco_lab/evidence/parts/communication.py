@@ -1,4 +1,4 @@
-"""What travels: in fragments, in few bits, and how much."""
+"""The exchange: in fragments, in few bits, and its bytes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _bytes(
     *,
     published: str = "",
 ) -> Claim:
-    """By how many percent the bytes of a run differ from what is expected, seed by seed."""
+    """The percentage by which the bytes of a run differ from the expected ones, for each seed."""
 
     def measure(found: Measured) -> list[float]:
         sent = [(each, sum(each[f"bytes_{way}"] for way in ways)) for each in found[arm]]

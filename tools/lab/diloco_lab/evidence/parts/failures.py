@@ -1,4 +1,4 @@
-"""What is lost, and what does harm."""
+"""Lost and harmful contributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounds bring: more workers, other lengths, other schedules; against one worker, and against all
+"""Rounds with more workers, other lengths and other schedules, against one worker, and against all
 replicas with one gradient.
 """
 

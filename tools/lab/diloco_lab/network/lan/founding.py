@@ -1,8 +1,8 @@
 """The table of the first plan of this project, for 1 Gb/s, with every worker's bytes in both directions.
 
 That plan gave the share of time spent computing at H = 500 with steps of 1 s: 99.5% for 150M parameters,
-97% for 1B, 82% for 7B. It counted one worker's upload in bf16 and nothing else. A broker has one line
-for the uploads of all, and sends each of them the new parameters over it.
+97% for 1B, 82% for 7B. It counted only one worker's upload in bf16. But a broker has one line for all
+uploads, and sends the new parameters to each worker over it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKERS = (1, 2, 4, 8)
 
 
 def utilisation(standstill_s: float, sync_every: int = SYNC_EVERY, step_s: float = STEP_S) -> float:
-    """The share of the time that training trains, where it stands still so long for each sync.
+    """The share of the time spent training, with this standstill for each sync.
 
     >>> round(utilisation(2.4), 4)
     0.9952
@@ -39,19 +39,19 @@ def utilisation(standstill_s: float, sync_every: int = SYNC_EVERY, step_s: float
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one pair of codecs. CPU is in seconds for each parameter, on this kind of core."""
+    """The costs of one pair of codecs. CPU is in seconds for each parameter, on this kind of core."""
 
     pair: Pair
     bits_up: float  # of a parameter on the wire, headers included
     bits_down: float
-    broker_cpu: float  # whatever the number of workers
-    broker_cpu_of_each: float  # more for each worker
+    broker_cpu: float  # for any number of workers
+    broker_cpu_of_each: float  # in addition for each worker
     worker_cpu: float
     efficiency: float
-    of: Measurement  # what the efficiency was measured on
+    of: Measurement  # from which the efficiency was measured
 
     def least_seconds(self, parameters: float, workers: int, bits_per_s: float) -> float:
-        """What a sync takes at least, with a machine for each process and no core to wait for."""
+        """The least time of a sync, with a machine for each process and free cores."""
         return max(
             workers * parameters * max(self.bits_up, self.bits_down) / bits_per_s,
             parameters * (self.broker_cpu + workers * self.broker_cpu_of_each),
@@ -67,9 +67,9 @@ def _on_the_fast_line(of: Sequence[Measurement], kind: str, pair: Pair) -> list[
 
 
 def costs_of(measurements: Sequence[Measurement], pair: Pair) -> Costs | None:
-    """From the largest model on the fast line; None where nothing of this pair was measured there.
+    """From the largest model on the fast line; None without such a measurement of this pair.
 
-    The efficiency is that with the fewest workers: there the processes wait for a core the least.
+    The efficiency is that with the fewest workers, where the processes compete least for cores.
     """
     found = [
         each
@@ -105,7 +105,7 @@ def costs_of(measurements: Sequence[Measurement], pair: Pair) -> Costs | None:
 def standstill_beside(
     copies_s: float, sync_s: float, sync_every: int = SYNC_EVERY, step_s: float = STEP_S
 ) -> float:
-    """With streaming: the copies, and what of a sync does not fit between two.
+    """With streaming: the copies, and the part of a sync that does not fit between two.
 
     >>> standstill_beside(0.5, 300.0), standstill_beside(0.5, 620.0)
     (0.5, 120.5)
@@ -114,9 +114,9 @@ def standstill_beside(
 
 
 def streaming_standstill(measurements: Sequence[Measurement], pair: Pair) -> float | None:
-    """What fragments that overlap with training leave of a sync: seconds for each parameter.
+    """The standstill of a sync with overlapping fragments: seconds for each parameter.
 
-    From the largest model on the fast line; None where nothing of this pair was measured there.
+    From the largest model on the fast line; None without such a measurement of this pair.
     """
     found = _on_the_fast_line(measurements, "streaming", pair)
     if not found:
@@ -126,7 +126,7 @@ def streaming_standstill(measurements: Sequence[Measurement], pair: Pair) -> flo
 
 
 class Cell(NamedTuple):
-    """Of one setting. Without streaming training stands still for the whole of a sync."""
+    """One setting. Without streaming training stands still during the whole sync."""
 
     model: str
     setting: str
@@ -142,15 +142,15 @@ class Cell(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the time, that is training."""
+        """The share of the time spent training."""
         return utilisation(self.standstill)
 
     def steps_for(self, goal: float) -> int:
-        """The least H with which this share of the time is training."""
+        """The least H with this share of training."""
         of_all = self.sync if self.copies is None else self.copies
         seconds_needed = of_all * goal / (1 - goal)
         if self.copies is not None and seconds_needed < self.sync:
-            # The sync does not fit between two then: what is too long is waited for, too.
+            # Then the sync does not fit between two, and the rest of it is waited for, too.
             seconds_needed = goal * (self.copies + self.sync)
         return math.ceil(seconds_needed / STEP_S)
 
@@ -174,7 +174,7 @@ Cells = dict[Row, dict[int, Cell]]  # by number of workers
 
 
 def founding_tables(measurements: Sequence[Measurement]) -> Iterator[Table]:
-    """Utilisation, the seconds behind it, what they were computed with."""
+    """Utilisation, the seconds behind it, and the costs that they were computed with."""
     costs = [each for each in (costs_of(measurements, pair) for pair in FOUNDING_PAIRS) if each]
     if not costs:
         return
@@ -245,9 +245,9 @@ def _goal_sentences(by_row: Cells) -> Iterator[str]:
 
 
 def _check(measurements: Sequence[Measurement], costs: Sequence[Costs]) -> Iterator[str]:
-    """Computed seconds beside measured ones, where there are both."""
+    """Computed seconds beside measured ones, where both are known."""
     told = []
-    # Of other models where there are more workers than the one that costs were taken from.
+    # Other models with more workers than the one that the costs are from.
     others = sorted({m.parameters for m in measurements if m.workers > 2}, reverse=True)
     for each in costs:
         sizes = [each.of.parameters, *(size for size in others if size != each.of.parameters)]

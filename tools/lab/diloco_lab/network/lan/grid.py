@@ -1,4 +1,4 @@
-"""What is measured over single lines, how often, and the file that keeps it: `tools/lab/lan.json`."""
+"""The measurements over single lines, their repeats, and their file: `tools/lab/lan.json`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class Measurement:
     worker_bits_per_s: tuple[float, ...]  # of each worker's line, each way
     round_trip_s: float  # of the idle line of a worker
     # Of each repeat. Round: from the beginning of the hook until the new version is in all models.
-    # Streaming: how long training stood still in `sync_every` steps. Mixed: in one sync, the fast ones.
+    # Streaming: the standstill in `sync_every` steps. Mixed: that of the fast ones in one sync.
     seconds: tuple[float, ...]
-    line_seconds: float  # what the bytes of one sync take at least, on the busiest line
+    line_seconds: float  # least time of the bytes of one sync, on the busiest line
     bytes_up: float  # of one worker in one sync
     bytes_down: float
     fragments: int = 1
-    delay_steps: int = 0  # from a fragment's slot to its merge, as it came out
+    delay_steps: int = 0  # from a fragment's slot to its merge
     sync_every: int | None = None
     step_s: float | None = None
     broker_cpu_s: float | None = None  # of one sync
     worker_cpu_s: float | None = None  # of one worker, of one sync
     heartbeat_p99_s: float | None = None
-    heartbeats: int | None = None  # that the p99 is of
-    hidden: float | None = None  # share of a sync during which training went on
-    sync_seconds: float | None = None  # streaming: a sync of the whole model with nothing hidden
+    heartbeats: int | None = None  # number of them behind the p99
+    hidden: float | None = None  # share of a sync during which training continued
+    sync_seconds: float | None = None  # streaming: a sync of the whole model without overlap
     copy_s: float | None = None  # streaming: to copy all parameters of a worker once
     mode: str = "sync"
     quorum: int | None = None
     grace_s: float | None = None
-    slow_seconds: tuple[float, ...] = ()  # mixed: what the worker on the slow line waits
-    cores: int = 0  # that broker and workers shared
-    load: float = 0.0  # of the machine in the last minute before: processes that wanted a core
+    slow_seconds: tuple[float, ...] = ()  # mixed: waits of the worker on the slow line
+    cores: int = 0  # shared by broker and workers
+    load: float = 0.0  # of the machine in the minute before: processes that needed a core
     at: str = ""
 
     @property
@@ -73,21 +73,20 @@ class LanFile:
 
 
 FAST, MEDIUM, SLOW = LINES = (1e9, 1e8, 5e7)  # bits a second
-# Bits of a parameter on the wire, to guess how long a sync will take.
+# Bits of a parameter on the wire, to estimate the time of a sync.
 BITS = {"bf16": 16.8, "fp32": 33.5, "int8": 8.5, "int4z": 2.4}
-EFFICIENCY = 0.93  # of a line, for the guess
-CPU_S = 12e-9  # seconds for each parameter and worker, for the guess
-MOST_S = 60.0  # a sync that is guessed to take longer is left out, and computed
-# Of one configuration, so that many fit in: as often as this allows, within the bounds.
-AIM_S, MOST_REPEATS = 14.0, 3
+EFFICIENCY = 0.93  # of a line, for the estimate
+CPU_S = 12e-9  # seconds for each parameter and worker, for the estimate
+MOST_S = 60.0  # a sync with a longer estimate is left out, and computed
+AIM_S, MOST_REPEATS = 14.0, 3  # seconds of all repeats of one configuration, and their bound
 WORKERS = 2
-# Of the founding table, as many workers as have room. Smaller models with more workers stand beside
-# them, to see how far what is computed holds.
+# For the founding table, as many workers as memory allows. Smaller models with more workers check the
+# computed values.
 FOUNDING_SIZE, FOUNDING_WORKERS = "150M", (1, 2, 4)
 FOUNDING_PAIRS = (USUAL, SHORT_REPLIES, INT4Z)
 FRAGMENTS = 4
-# So many steps of a simulated training between two syncs of a fragment, and how many times the seconds
-# of a sync they last: with H = 500 and steps of 1 s it is 8 times for 1B, bf16/fp32, 2 workers, 1 Gb/s.
+# Simulated steps between two syncs of a fragment, and their time as a multiple of a sync's: with H = 500
+# and steps of 1 s it is 8 for 1B, bf16/fp32, 2 workers, 1 Gb/s.
 STREAMING_STEPS, STREAMING_TIMES = 48, 3.0
 # One worker on a slow line beside two on fast ones.
 FAST_WORKERS = 2
@@ -115,13 +114,13 @@ class Part:
 
 
 def guess(parameters: int, pair: Pair, workers: int, bits_per_s: float) -> float:
-    """About how many seconds a sync takes: all bytes over the broker's line, or the CPU."""
+    """The estimated seconds of a sync: all bytes over the broker's line, or the CPU."""
     bits = max(BITS[each] for each in pair) * parameters * workers
     return max(bits / bits_per_s / EFFICIENCY, CPU_S * parameters * workers)
 
 
 def repeats(seconds: float, most: int = MOST_REPEATS) -> int:
-    """How often to measure what takes so long."""
+    """The number of measurements of a sync of this length."""
     return max(1, min(most, int(AIM_S / seconds)))
 
 
@@ -161,7 +160,7 @@ def quick() -> list[Part]:
 
 
 def too_long(part: Part) -> dict[float, float]:
-    """Of the lines of a part those on which one sync takes too long, with the seconds guessed."""
+    """The lines of a part on which one sync takes too long, with its estimated seconds."""
     times = {
         line: guess(parameters_of(part.size), part.pair, part.workers, line) for line in part.lines
     }

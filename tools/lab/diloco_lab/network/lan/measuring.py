@@ -1,7 +1,7 @@
-"""Runs of a broker and real workers over lines of a limited rate, measured.
+"""Measures runs of a broker and real workers over lines of a limited rate.
 
 Nothing is trained: workers hold parameters, which change by normal values before a sync, and call the
-hook. A step of training, where there is one, is a pause of a given length.
+hook. A training step, if any, is a pause of a given length.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SET_UP = 2e10  # bits a second while workers join: the first copy of the model i
 INTERVAL_S = 0.01  # between heartbeats
 ENOUGH_HEARTBEATS = 100  # for a p99
 ROUND_TRIPS = 9  # of which the median counts
-PATIENCE_S = 120.0  # beyond what something should take
+PATIENCE_S = 120.0  # beyond the expected time
 
 
 class Traffic(NamedTuple):
-    """What lines have carried in one sync: bytes of a worker, and the seconds that all take at least."""
+    """The traffic of one sync: bytes of a worker, and the least seconds of all on the busiest line."""
 
     line_seconds: float
     bytes_up: float
@@ -37,7 +37,7 @@ class Traffic(NamedTuple):
 
 
 class Meter:
-    """Reads the lines of the hub and the first workers, from when it is made."""
+    """Reads the lines of the hub and the first workers, from its creation on."""
 
     def __init__(self, network: Network, workers: int) -> None:
         self._network = network
@@ -63,7 +63,7 @@ def set_lines(place: Place, hub: float, workers: Sequence[float] = ()) -> None:
 
 
 def round_trip(place: Place, address: str) -> float:
-    """Seconds to the hub and back, from where the first worker is."""
+    """Seconds to the hub and back, from the place of the first worker."""
     probe = place.role("raw", place.network.workers[0])
     found = probe.ask("round_trips", address=address, count=ROUND_TRIPS)
     return float(median(found["seconds"]))
@@ -81,10 +81,10 @@ def rounds(place: Place, part: Part) -> Iterator[Measurement]:
     """Syncs in which training waits, one after the other, on each line; heartbeats beside them."""
     parameters, trainers = parameters_of(part.size), place.trainers(part.workers)
     skipped = grid.too_long(part)
-    # It sends heartbeats from where the first worker is, so over the same line.
+    # It sends heartbeats from the place of the first worker, so over the same line.
     heart = place.role("hearts", place.network.workers[0])
     with _run(place, part, trainers) as broker:
-        one_round(trainers, broker, normal=True)  # memory is taken for the first time
+        one_round(trainers, broker, normal=True)  # allocates memory
         for line in part.lines:
             if line in skipped:
                 continue
@@ -113,10 +113,9 @@ def rounds(place: Place, part: Part) -> Iterator[Measurement]:
 
 
 def streaming(place: Place, part: Part) -> Iterator[Measurement]:
-    """Fragments that are merged when their reply is here, while training goes on.
+    """Fragments that are merged when their reply arrives, while training continues.
 
-    A sync of the whole model on the same line is measured first, with nothing hidden: what training
-    stands still for with fragments is held against it.
+    A sync of the whole model on the same line, without overlap, is measured first, for comparison.
     """
     trainers, steps = place.trainers(part.workers), grid.STREAMING_STEPS
     for line in part.lines:
@@ -157,7 +156,7 @@ def streaming(place: Place, part: Part) -> Iterator[Measurement]:
 
 
 def mixed(place: Place, part: Part) -> Iterator[Measurement]:
-    """One worker on a slow line beside fast ones: how long each stands still in a sync."""
+    """One worker on a slow line beside fast ones: the standstill of each in a sync."""
     trainers, steps = place.trainers(part.workers), grid.MIXED_STEPS
     *fast, slow = trainers
     (line,) = part.lines
@@ -173,7 +172,7 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
     ) as broker:
         ask_all(trainers, "build", size=part.size)
         ask_all(trainers, "join", address=broker.address)
-        _simulate(trainers, steps, 0.0, steps)  # memory is taken for the first time
+        _simulate(trainers, steps, 0.0, steps)  # allocates memory
         set_lines(place, line, [*[line] * len(fast), grid.SLOW])
         trip, load = round_trip(place, broker.address), os.getloadavg()[0]
         meter = Meter(place.network, part.workers)
@@ -182,7 +181,7 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
             each.tell("simulate", steps=grid.MIXED_SYNCS * steps, **arguments)
         of_fast = [each.hear(PATIENCE_S) for each in fast]
         traffic = meter.traffic(grid.MIXED_SYNCS)
-        # Whoever has left is waited for no more, so the slow one comes to its end.
+        # The run does not wait for workers that have left, so the slow one can finish.
         ask_all(fast, "leave")
         of_slow = slow.hear(PATIENCE_S)
         set_lines(place, SET_UP)
@@ -204,9 +203,9 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
 def _with_heartbeats(
     heart: RoleProcess, trainers: Sequence[RoleProcess], broker: BrokerProcess
 ) -> tuple[Round, list[float]]:
-    """A sync, and how long the heartbeats beside it took to be answered.
+    """A sync, and the answer times of the heartbeats beside it.
 
-    The heart joins while a round is open that does not expect it, and leaves before the next.
+    The heart joins during a round that does not expect it, and leaves before the next.
     """
     heart.ask("join", address=broker.address, names=["heart"])
     heart.tell("beat", interval_s=INTERVAL_S)
@@ -220,7 +219,7 @@ def _with_heartbeats(
 def _run(
     place: Place, part: Part, trainers: Sequence[RoleProcess], **options: object
 ) -> AbstractContextManager[BrokerProcess]:
-    """A synchronous run of these, with a boundary behind each step unless `sync_every` is said."""
+    """A synchronous run of these, with a boundary after each step unless `sync_every` is given."""
     everything: dict[str, Any] = at_the_hub(place.network) | dtypes(part.pair) | options
     return place.pool.training(trainers, part.size, **everything)
 

@@ -1,4 +1,4 @@
-"""What was measured, and what follows from it, as tables for the terminal and for the page."""
+"""The measurements and their consequences, as tables for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LABELS: Columns = {
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """None of them is empty."""
+    """All tables with rows."""
     slow = rate_of(grid.SLOW)
     rounds = _rounds(measurements)
     found = [
@@ -122,7 +122,7 @@ def _of_lines(rounds: Rounds) -> Iterator[Table]:
     """A row for each model and codecs, a column for each line."""
 
     def sync_on(line: float, row: Row) -> float | None:
-        """Seconds: measured, or computed from the next faster line by the share of it that was used."""
+        """Seconds: measured, or computed from the next faster line and its utilisation."""
         if found := rounds[row].get(line):
             return found.median_s
         faster = [at for at in rounds[row] if at > line]

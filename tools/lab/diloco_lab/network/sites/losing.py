@@ -1,8 +1,7 @@
-"""What happens to a run over two sites when a relay, a site's line or the hub is lost, and comes back.
+"""Measures a run over two sites that loses a relay, a site's line or the hub for a while.
 
-The hub may have a standby, which relays know too.
-
-Workers train all the time: steps are pauses of a given length, with parameters that change.
+The hub may have a standby, which relays know too. Workers train all the time: steps are pauses of a
+given length, with parameters that change.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from diloco_lab.network.sites.tables import Loss
 from diloco_tools.processes import Child, wait_for_line
 
 PAIR = ("int4z", "int4z")
-STEP_S, EVERY = 0.05, 20  # so rounds of one second and the exchange
+STEP_S, EVERY = 0.05, 20  # rounds of one second and the exchange
 AWAY_S = 12.0
-# A line that is cut gives no notice: rounds wait this long for a silent site.
+# A cut line is only noticed by its silence: rounds wait this long for a site.
 HEARTBEAT_TIMEOUT_S = 5.0
 PORT = 8512
 ALL_WORKERS = SITES * WORKERS
@@ -82,7 +81,7 @@ class Tree:
         return BrokerProcess(self.place.pool.start(name, command))
 
     def end(self) -> None:
-        """Kill the workers, which would wait for each other instead of leaving, and end the rest."""
+        """Kill the workers, which would wait for each other to leave, and end the rest."""
         self.hub.close()
         self.place.pool.dismiss("trainer-")
         for each in self.relays:
@@ -97,7 +96,7 @@ class Tree:
         return self.hub.wait_for(lambda _: True).totals.rounds
 
     def next_round_of(self, workers: int, since: float) -> float:
-        """Seconds since then until the next round that averages this many workers ends."""
+        """Seconds from `since` to the end of the next round that averages this many workers."""
         made = self.rounds
         self.hub.wait_for(lambda s: s.totals.rounds > made and s.counts.averaged == workers)
         return time.monotonic() - since
@@ -118,7 +117,7 @@ def a_tree(place: Place, size: str, *, with_standby: bool = False) -> Iterator[T
 
 
 def losses(place: Place, size: str) -> Iterator[Loss]:
-    """One after the other; the run is complete again before the next."""
+    """One loss after the other; the run is complete again before the next."""
     network = place.network
     with a_tree(place, size) as tree:
 
@@ -140,7 +139,7 @@ def losses(place: Place, size: str) -> Iterator[Loss]:
 def _of_a_site(
     tree: Tree, what: str, lose: Callable[[], None], comes_back: Callable[[], None]
 ) -> Loss:
-    """A site is away for some seconds while the others go on."""
+    """A site is away for some seconds while the others continue."""
     before, lost_at = tree.rounds, time.monotonic()
     lose()
     others = tree.next_round_of(ALL_WORKERS - WORKERS, lost_at)

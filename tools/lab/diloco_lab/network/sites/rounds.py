@@ -28,7 +28,7 @@ WAYS = {
 
 
 def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | str = "*") -> Child:
-    """A relay at its place in a site; its parent has this address."""
+    """Start a site's relay; its parent is at `hub`."""
     name, network = f"relay-{site}", place.network
     command = broker_command(
         "relay",
@@ -46,14 +46,16 @@ def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | 
 def join(trainers: Sequence[RoleProcess], size: str, servers: Sequence[str]) -> None:
     """Have all workers join with a model of this size, those of a site at its server."""
     ask_all(trainers, "build", size=size)
-    for number, trainer in enumerate(trainers):  # all of them before any answers: they wait
+    for number, trainer in enumerate(
+        trainers
+    ):  # all before the first answer: they wait for each other
         trainer.tell("join", address=servers[number // WORKERS])
     for trainer in trainers:
         trainer.hear()
 
 
 def rounds(place: Place, size: str, pair: tuple[str, str], repeats: int) -> Iterator[Measurement]:
-    """Syncs in which training waits, one after the other, by way of relays and without."""
+    """Syncs in which training waits, one after the other, with and without relays."""
     for way in WAYS:
         yield _rounds(place, size, pair, way, repeats)
 
@@ -71,7 +73,7 @@ def _rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: i
                 stack.callback(each.end)
             servers = [wait_for_line(each, "control", START_WITHIN_S) for each in relays]
         join(trainers, size, servers)
-        one_round(trainers, broker, normal=True)  # memory is taken for the first time
+        one_round(trainers, broker, normal=True)  # allocates memory
         network.set_wan(WAN)
         load = os.getloadavg()[0]
         before = [network.wan_carried(site) for site in network.sites]

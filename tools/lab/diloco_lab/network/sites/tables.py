@@ -1,4 +1,4 @@
-"""What was measured of sites: the file that keeps it, `tools/lab/sites.json`, and its tables."""
+"""The measurements of sites: their file, `tools/lab/sites.json`, and its tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Measurement:
     bytes_up: float
     bytes_down: float
     averaged: int  # workers in the last round
-    load: float  # processes that wanted a core in the minute before
+    load: float  # processes that needed a core in the minute before
     at: str
 
     @property
@@ -55,20 +55,20 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Loss:
-    """What happened when a part of the tree died, or was cut off."""
+    """The loss of a part of the tree for a while."""
 
     what: str
     away_s: float | None  # until it was started again, or its line mended; None: it was not
-    # From its end to the next round that the others made; None: no other worker waited.
+    # From the loss to the next round of the others; None: no other worker waited.
     others_s: float | None
-    all_s: float | None  # from its return to the next round with all workers in it
-    rounds: int  # that the run made in the meantime
+    all_s: float | None  # from its return to the next round of all workers
+    rounds: int  # of the run in the meantime
     at: str
 
 
 @dataclass(frozen=True)
 class SitesFile:
-    """All of it, with the machine."""
+    """All measurements, with the machine."""
 
     command: str
     machine: Mapping[str, Any]
@@ -85,7 +85,7 @@ NAMES = {
 
 
 def tables(found: SitesFile) -> list[Table]:
-    """None of them is empty."""
+    """All tables with rows."""
     losses = table_of("losses", "What is lost, and comes back", LOSSES, found.losses)
     made = (_of_rounds(found), losses)
     return [each for each in made if each.rows]

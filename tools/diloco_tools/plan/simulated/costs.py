@@ -1,8 +1,8 @@
 """Costs: CPU seconds of a broker and of a worker, calibrated once.
 
 They come from the CPU seconds in rounds of `make lan` at 1 Gb/s with 126 million parameters (see its
-tables for machine and load), divided as in docs/performance.md. A codec in a round takes two to four times
-its time alone: processes share memory bandwidth, norms and finiteness are checked, errors are fed
+tables for machine and load), divided as in docs/performance.md. A codec in a round takes two to four
+times its time alone: processes share memory bandwidth, norms and finiteness are checked, errors are fed
 back. The same costs hold for all rows of the validation and all plans; on a faster machine a plan is
 pessimistic.
 """

@@ -14,9 +14,9 @@ from typing import Any
 from diloco_broker.core import effects, events
 from diloco_broker.core.effects import AggregateAndStep, Effects, Fold, WholePush
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays.relay import Relay, RemoteChunk
+from diloco_broker.core.relays.relay import Relay
 from diloco_broker.core.relays.relays import Collecting, PendingStep
-from diloco_broker.core.rounds.round import Phase, PushInProgress
+from diloco_broker.core.rounds.round import Phase, PushInProgress, RemoteChunk
 from diloco_broker.core.rounds.streaming import StreamingRound, sum_folded
 from diloco_broker.core.state import RunState
 from diloco_protocol import messages

@@ -11,9 +11,10 @@ from typing import Any
 from diloco_broker.core import effects, events
 from diloco_broker.core.members import admission, liveness
 from diloco_broker.core.relays import combining, terms
-from diloco_broker.core.relays.relay import Relay, RemoteChunk
+from diloco_broker.core.relays.relay import Relay
 from diloco_broker.core.rounds import pushes
 from diloco_broker.core.rounds.modes import rules_of
+from diloco_broker.core.rounds.round import RemoteChunk
 from diloco_broker.core.state import RunState
 from diloco_broker.standby import fence
 from diloco_protocol import messages

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from diloco_broker.core.effects import AggregateAndStep, Send, WholePush
-from diloco_broker.core.relays.relay import Relay, RemoteChunk, Route
+from diloco_broker.core.relays.relay import Relay, Route
+from diloco_broker.core.rounds.round import RemoteChunk
 from diloco_protocol.messages import Collect, Part
 from diloco_protocol.relays import first_step
 

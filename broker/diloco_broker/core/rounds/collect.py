@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from diloco_broker.core.effects import AggregateAndStep, Effect, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds import grants
+from diloco_broker.core.rounds.round import RemoteChunk
 from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.state import RunState
 from diloco_protocol.errors import Code

@@ -15,10 +15,9 @@ from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.start import Start
-from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds import asynchronous, staged, streaming
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, decide
-from diloco_broker.core.rounds.round import Phase, PushInProgress, Update
+from diloco_broker.core.rounds.round import Phase, PushInProgress, RemoteChunk, Update
 from diloco_broker.core.state import RunState
 from diloco_broker.standby import fence
 from diloco_protocol.messages import Commit, Push

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from diloco_broker.core.effects import CountedPush, Fold, Inspect
-from diloco_broker.core.relays.relay import RemoteChunk
+from diloco_broker.core.relays.relay import Relay
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
 
@@ -98,6 +98,19 @@ class PushInProgress(ABC):
             raise InvariantBroken(
                 f"{self.key} has a remote chunk that never arrived", self.worker_id
             )
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteChunk:
+    """A chunk of a push that a relay holds."""
+
+    push: PushInProgress
+    index: int
+    relay: Relay
+    number: int  # by which the relay knows it
+    nbytes: int
+    squares: float
+    fingerprint: int
 
 
 @dataclass

@@ -29,10 +29,16 @@ from typing import Any
 from diloco_broker.core.effects import Effects, Fold, Step, nothing
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds import grants, lines
 from diloco_broker.core.rounds.decision import Tally
-from diloco_broker.core.rounds.round import Barrier, Phase, PushInProgress, PushKey, Update
+from diloco_broker.core.rounds.round import (
+    Barrier,
+    Phase,
+    PushInProgress,
+    PushKey,
+    RemoteChunk,
+    Update,
+)
 from diloco_broker.core.state import RunState
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.effects import Inspect, WholePush
-from diloco_broker.core.relays.relay import RemoteChunk
-from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, Update
+from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, RemoteChunk, Update
 
 # Pushes that are remembered as chosen though a relay lost a part of them.
 MOST_IN_TIME = 1024

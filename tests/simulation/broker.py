@@ -6,7 +6,8 @@ is as slow as it is told to be, on a disk that outlives the broker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from diloco_protocol.relays import first_step, way
 from simulation.disk import Disk
 from simulation.network import Connection, World, Wrapped
 from simulation.referee import Referee
-from simulation.tensors import Tensors
+from simulation.tensors import Copies, Tensors, demand
 
 if TYPE_CHECKING:
     from simulation.relays import RelayHost
@@ -46,6 +47,9 @@ class BrokerHost:
         referee: Referee,
         disk: Disk | None = None,
         relays: Mapping[str, RelayHost] | None = None,
+        *,
+        term: int = 0,
+        is_replaced: bool = False,
     ) -> None:
         self.world = world
         self.referee = referee
@@ -54,13 +58,16 @@ class BrokerHost:
         self._scenario = scenario
         self._life = 1 if disk is None else disk.next_life
         self._checkpoint = None if disk is None else disk.newest
-        self.tensors = Tensors(scenario.config, referee.records, self._checkpoint)
+        self._is_replaced = is_replaced  # a standby has the run, whom the referee follows
+        records = Copies(referee.records) if is_replaced else referee.records
+        self.tensors = Tensors(scenario.config, records, self._checkpoint)
         resumption = None
         if self._checkpoint is not None:
             layout = self._checkpoint.layout
             resumption = resume.load_into(self.tensors, self._checkpoint, layout)
         draw = partial(world.dice.getrandbits, 64)
-        self.core = Core(scenario.config, draw, world.now, resumption=resumption)
+        config = replace(scenario.config, standby=scenario.config.standby and not term)
+        self.core = Core(config, draw, world.now, resumption=resumption, term=term)
         self._disk = disk
         self._unsaved: Checkpoint | None = None  # of those that wait only the newest is written
         self._is_saving = False
@@ -74,14 +81,24 @@ class BrokerHost:
         self._lost_a_connection = False
         self._is_deaf = False  # it writes its last checkpoint
         self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
-        referee.begins_life(self.tensors, self._checkpoint, self.owner_of)
+        if not is_replaced:
+            referee.begins_life(self.tensors, self._checkpoint, self.owner_of)
         self._tick()
 
     @property
     def is_stopping(self) -> bool:
         return self.core.state.stopping is not None
 
+    def is_replaced_now(self) -> None:
+        """A standby has taken over: from here on this broker may release nothing."""
+        self._is_replaced = True
+        self.tensors.records = Copies(self.referee.records)
+
     # Connections.
+
+    @property
+    def connections(self) -> Iterable[Connection]:
+        return self._routes.values()
 
     def connects(self, connection: Connection) -> None:
         self._routes[connection.route] = connection
@@ -171,10 +188,12 @@ class BrokerHost:
 
     def handled(self, event: events.Event) -> None:
         self._handled = event
-        self.referee.after(self.core, event, self.tensors.queue)
+        if not self._is_replaced:
+            self.referee.after(self.core, event, self.tensors.queue)
 
     def send(self, send: effects.Send) -> bool:
-        self.referee.lives.says(self.core, send.message)
+        if not self._is_replaced:
+            self.referee.lives.says(self.core, send.message)
         behind = self._lines.down(send)
         if behind is None:
             return self._routes[send.route].down(send.message, send.payload)
@@ -187,6 +206,7 @@ class BrokerHost:
                 if level != "debug":
                     self.world.tell("broker", text)
             case effects.RecordVersion():
+                demand(not self._is_replaced, "the hub releases a version, and was replaced")
                 self.referee.audited(record)
 
     def save(self, save: effects.Save) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from simulation.simulator import Simulation
 
 TICK_S = 0.2
-HUB = "hub"
 # Time for a relay to connect again.
 AGAIN_S = 0.5
 # Workers whose messages go over one connection.

@@ -21,7 +21,8 @@ from simulation.broker import BrokerHost
 from simulation.disk import Disk
 from simulation.network import Connection, Listener, Weather, World
 from simulation.referee import Referee
-from simulation.relays import HUB, RelayHost
+from simulation.relays import RelayHost
+from simulation.standby import HUB, STANDBY, StandbyHost, copy_checkpoints, look
 from simulation.tensors import Violation
 from simulation.training import Habits
 from simulation.troubles import NO_TROUBLES, Accidents, Troubles
@@ -58,6 +59,11 @@ class Scenario:
     processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
     # What each relay connects to, the hub or another relay; of a worker its place is drawn.
     relays: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def places(self) -> int:
+        """Addresses that each worker knows."""
+        return 2 if self.config.standby else 1
 
     @property
     def cycle_s(self) -> float:
@@ -99,10 +105,9 @@ class Simulation:
         )
         self.referee.has_relays = bool(scenario.relays)
         self.relays: dict[str, RelayHost] = {}
-        self._relays_up_at: dict[str, float] = {}
+        self._up_at: dict[str, float] = {}  # by place, from when on it can be reached
         self._places: dict[str, str] = {}  # of workers, by process: where it connects
-        self.broker = BrokerHost(self.world, scenario, self.referee, self.disk, self.relays)
-        self.broker_up_at = 0.0
+        self.hub = self._broker(self.disk)
         self._routes = 0
         self.accidents = Accidents(self)
         for name in scenario.relays:
@@ -112,6 +117,13 @@ class Simulation:
         self._alive: list[Worker] = []
         self._calm_since: float | None = None
         self._goals: dict[str, list[int]] = {}
+        self.term: int | None = None  # of the standby, once it has taken over
+        self.standby: StandbyHost | BrokerHost | None = None
+        self.standby_disk = Disk(config.keep)
+        if config.standby:
+            self.standby = StandbyHost(self)
+            copy_checkpoints(self)
+            look(self)
         self._watch()
 
     def run(self) -> Simulation:
@@ -193,6 +205,7 @@ class Simulation:
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
             has_units=scenario.has_units,
+            places=scenario.places,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)
@@ -231,18 +244,66 @@ class Simulation:
             to_worker=to_worker,
         )
 
-    # Relays.
+    # Brokers and relays.
 
-    def host(self, place: str) -> BrokerHost | RelayHost:
-        return self.relays.get(place, self.broker)
+    @property
+    def broker(self) -> BrokerHost:
+        """The one that has the run."""
+        if self.term is not None:
+            assert isinstance(self.standby, BrokerHost)
+            return self.standby
+        return self.hub
+
+    def host(self, place: str) -> BrokerHost | RelayHost | StandbyHost:
+        if place == STANDBY:
+            assert self.standby is not None
+            return self.standby
+        return self.relays.get(place, self.hub)
 
     def up_at(self, place: str) -> float:
-        return self._relays_up_at.get(place, self.broker_up_at)
+        return self._up_at.get(place, 0.0)
+
+    def is_away(self, place: str, seconds: float) -> None:
+        """Nobody can reach it for so long."""
+        self._up_at[place] = max(self.up_at(place), self.world.now + seconds)
+
+    def _broker(self, disk: Disk | None, **given: Any) -> BrokerHost:
+        return BrokerHost(self.world, self.scenario, self.referee, disk, self.relays, **given)
+
+    def begin_anew(self, place: str) -> None:
+        """The next incarnation of what was killed there."""
+        if place == HUB and not self.hub.is_alive:
+            self.hub = self._broker(self.disk, is_replaced=self.term is not None)
+        elif place == STANDBY and self.standby is not None and not self.standby.is_alive:
+            self.standby = StandbyHost(self) if self.term is None else self._successor(self.term)
+
+    # The standby.
+
+    @property
+    def hub_answers(self) -> bool:
+        """Whether the standby can reach the hub."""
+        return self.hub.is_alive and self.world.now >= self.up_at(HUB)
+
+    def takes_over(self, term: int) -> None:
+        assert self.standby is not None
+        self.hub.is_replaced_now()
+        self.standby.dies()
+        self.standby, self.term = self._successor(term), term
+        for process in self.alive:
+            process.online_since = max(process.online_since, self.world.now)
+            self.accidents.may_begin_another_run(process, self.standby_disk)
+            if process.place and process.connections is not None:
+                self.finds_out(process.connections[0], self.world.dice.uniform(0, 0.5))
+
+    def _successor(self, term: int) -> BrokerHost:
+        return self._broker(self.standby_disk, term=term)
+
+    # Relays.
 
     def place_of(self, worker: Worker) -> str:
         """Where this process connects."""
         if not self.scenario.relays:
-            return HUB
+            return (HUB, STANDBY)[worker.place]
         if worker.name not in self._places:
             self.moves(worker)
         return self._places[worker.name]
@@ -251,12 +312,12 @@ class Simulation:
         self._places[worker.name] = self.world.dice.choice((HUB, *self.scenario.relays))
 
     def relay_begins(self, name: str) -> None:
-        self._relays_up_at[name] = self.world.now
+        self._up_at[name] = self.world.now
         self.relays[name] = RelayHost(self, name, self.scenario.relays[name])
 
     def relay_is_away(self, name: str, seconds: float) -> None:
         """A relay was killed, and begins again in so long; those behind it find that out."""
-        up_at = self._relays_up_at[name] = self.world.now + seconds
+        up_at = self._up_at[name] = self.world.now + seconds
         self.world.at(up_at, lambda: self.relay_begins(name))
         for process in self.alive:
             if self._places.get(process.name) == name:
@@ -284,12 +345,6 @@ class Simulation:
         staying = sum(not process.training.leaving for process in self.alive)
         for _ in range(floor - staying):
             self.newcomer()
-
-    def begin_anew(self) -> None:
-        if not self.broker.is_alive:
-            self.broker = BrokerHost(
-                self.world, self.scenario, self.referee, self.disk, self.relays
-            )
 
     # Getting on.
 

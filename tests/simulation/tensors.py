@@ -8,7 +8,7 @@ What the outer optimizer remembers is how many gradients it has had, and which a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
@@ -169,6 +169,18 @@ class Record:
             f"offered at {self.offered_at:.2f}, whole at {self.whole_at}, in {self.counted_in}, its "
             f"worker heard {self.ending}"
         )
+
+
+class Copies(dict[Key, Record]):
+    """The records as they are now, for a broker that the referee does not follow any more."""
+
+    def __init__(self, records: dict[Key, Record]) -> None:
+        super().__init__({key: replace(each, taken={*each.taken}) for key, each in records.items()})
+        self._records = records
+
+    def __missing__(self, key: Key) -> Record:
+        self[key] = replace(self._records[key], taken=set())
+        return self[key]
 
 
 class Tensors:

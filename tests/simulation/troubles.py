@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco_protocol.errors import Code
+from simulation.disk import Disk
 from simulation.network import Connection
+from simulation.standby import HUB, STANDBY, StandbyHost
 from simulation.worker import Worker
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Troubles:
     fulls: float = 0.0  # the disk is full for a while
     relay_kills: float = 0.0  # a relay is killed; the next one is back after `back_s`
     relay_cuts: float = 0.0  # a relay's connections to the hub break, for `outage_s`
+    hub_cuts: float = 0.0  # nobody reaches the hub for `outage_s`
+    standby_kills: float = 0.0  # a standby is killed; the next one is back after `back_s`
     moves: float = 0.0  # a worker turns to another relay, or to the hub
     silent: float = 0.3  # share of the kills that nobody hears of
     returns: float = 0.6  # share of the killed whose id comes back; half of the others are replaced
@@ -82,6 +86,8 @@ class Accidents:
             (self._kill_relay, troubles.relay_kills),
             (self._cut_relay, troubles.relay_cuts),
             (self._on_somebody("move", self._move), troubles.moves),
+            (self._cut_hub, troubles.hub_cuts),
+            (self._kill_standby, troubles.standby_kills),
         ):
             self._repeat(action, rate)
 
@@ -204,19 +210,55 @@ class Accidents:
     def _crash(self) -> None:
         """The broker is gone; another one comes up after a while."""
         world, dice, run = self._world, self._dice, self._run
+        place, disk = (HUB, run.disk) if run.term is None else (STANDBY, run.standby_disk)
         world.tell("broker", "is gone")
         run.broker.dies()
-        run.broker_up_at = world.now + self._about(self._troubles.restart_s)
-        world.at(run.broker_up_at, run.begin_anew)
+        run.is_away(place, self._about(self._troubles.restart_s))
+        up_at = run.up_at(place)
+        world.at(up_at, lambda: run.begin_anew(place))
         for relay in run.relays.values():
             world.after(dice.uniform(0, 0.5), partial(relay.loses_touch, relay.uplinks[0]))
+        if isinstance(run.standby, StandbyHost):
+            run.standby.loses_hub()
         for process in run.alive:
-            process.online_since = max(process.online_since, run.broker_up_at)
-            if run.disk is None or run.disk.newest is None:
-                # A run that nobody has brought back goes on under another name.
-                process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
-            if process.connections is not None and dice.random() < 0.8:
+            process.online_since = max(process.online_since, up_at)
+            self.may_begin_another_run(process, disk)
+            is_here = process.place == (place == STANDBY)
+            if is_here and process.connections is not None and dice.random() < 0.8:
                 self.finds_out(process, process.connections[0], dice.uniform(0, 0.5))
+
+    def may_begin_another_run(self, process: Worker, disk: Disk | None) -> None:
+        """A run that nobody has brought back goes on under another name."""
+        if disk is None or disk.newest is None:
+            process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
+
+    def _cut_hub(self) -> None:
+        """The hub goes on without its workers and its standby; all find out in their own time."""
+        run, dice = self._run, self._dice
+        if not run.hub.is_alive:
+            return
+        self._strikes("hub cut")
+        seconds = self._about(self._troubles.outage_s)
+        self._world.tell(HUB, f"is cut off for {seconds:.1f} s")
+        run.is_away(HUB, seconds)
+        if isinstance(run.standby, StandbyHost):
+            run.standby.loses_hub()
+        for connection in run.hub.connections:
+            connection.sever()
+            connection.is_found_gone(dice.choice((0.1, 3.0, 10.0)) * dice.random())
+        for process in run.alive:
+            process.online_since = max(process.online_since, run.up_at(HUB))
+            if process.connections is not None and not process.place and dice.random() < 0.7:
+                self.finds_out(process, process.connections[0], seconds * dice.random())
+
+    def _kill_standby(self) -> None:
+        run = self._run
+        if isinstance(run.standby, StandbyHost) and run.standby.is_alive:
+            self._strikes("standby kill")
+            self._world.tell(STANDBY, "is killed")
+            run.standby.dies()
+            run.is_away(STANDBY, self._about(self._troubles.back_s))
+            self._world.at(run.up_at(STANDBY), lambda: run.begin_anew(STANDBY))
 
     def _fill_disk(self) -> None:
         disk, world = self._run.disk, self._world

@@ -42,6 +42,7 @@ class Worker:
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
     connection, whose listener is called with what comes down on it. `has_units`: it trains on units.
+    It knows the addresses of so many `places`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Worker:
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
         has_units: bool = False,
+        places: int = 1,
     ) -> None:
         self.world = world
         self.referee = referee
@@ -91,6 +93,8 @@ class Worker:
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self.shortcut = ""
+        self.place = 0  # number of the address that it uses
+        self._places = places
         self._connect = connect
         self._held: dict[int, VersionId] = {}  # the last that was delivered, by fragment
         self._tick_at: float | None = None
@@ -118,7 +122,7 @@ class Worker:
     # Life.
 
     def start(self) -> None:
-        self._feed(events.Start())
+        self._feed(events.Start(self._places))
         self._train_on(after=0.0)
 
     def dies(self) -> None:
@@ -287,6 +291,7 @@ class Worker:
         return self.world.now
 
     def connect(self, place: int = 0) -> None:
+        self.place = place
         control, bulk = self._connect(self, self.hears), self._connect(self, self.hears)
         self.connections = (control, bulk)
 

@@ -170,7 +170,7 @@ def test_fragments_have_a_buffer_and_a_staleness_each() -> None:
 
 
 def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
-    """tau = 0: whoever is at a slot waits until its own work has been applied, and for nobody else."""
+    """tau = 0: a worker at a slot waits until its own work has been applied, and for no other worker."""
     pieces, alpha = 2, 0.25
     plan = Plan(3, strided(pieces), alpha=alpha)
     speeds = [0, 0, 1, 0, 2, 0, 0, 1]  # worker 0 is the fastest

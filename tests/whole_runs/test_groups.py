@@ -25,16 +25,20 @@ SYNC = {"sync_every": 3, "deterministic": True, **ROUNDS}
 STREAMING = {**SYNC, "sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
 ASYNC = {"sync_every": 3, "mode": "async", **ROUNDS}
 PLAIN = ("plain", 1)
+ANYWHERE = "tcp://127.0.0.1:*"
 
 
 def final_model(
     processes: Processes, mode: dict[str, Any], *workers: tuple[str, int], **options: Any
 ) -> dict[str, Tensor]:
-    """What a run of these workers comes to; each is a kind and a number of processes."""
+    """The model after a run of these workers; each is a kind and a number of processes."""
     folder = processes.folder / "-".join(f"{kind}{count}" for kind, count in workers)
     folder.mkdir()
     broker = processes.broker(workers=len(workers), save_dir=str(folder / "run"), **mode)
     address = broker.address()
+    if mode.get("relays") and workers[0] != PLAIN:
+        words = ("-m", "diloco_broker", "relay", "--parent", address, "--name", "north")
+        address = processes.run(*words, "--bind", ANYWHERE, "--feed", ANYWHERE).address()
     islands = [
         Island(processes, folder, kind, count, address, f"worker-{number}", **options)
         for number, (kind, count) in enumerate(workers)
@@ -59,6 +63,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
 
 
 FEW_BITS = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}
+RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
 
 
@@ -69,6 +74,7 @@ DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
         pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
         pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp"),
         pytest.param(FEW_BITS, [DDP, PLAIN], {}, 0.0, id="few-bits-ddp"),
+        pytest.param(RELAYED, [DDP, PLAIN], {}, 1e-6, id="relay-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
         pytest.param(SYNC, [("fsdp", 1)], {}, 1e-6, id="sync-fsdp1", marks=pytest.mark.nightly),
         pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2"),
@@ -144,7 +150,7 @@ def test_what_one_process_calls_alone_ends_all_with_a_sentence(
 
 
 def test_process_that_waits_alone_says_for_what(processes: Processes, tmp_path: Path) -> None:
-    """The other one waits for it in the backward pass of DDP, which nobody here can see."""
+    """The other process waits for it in the backward pass of DDP."""
     _, address = processes.serve("--sync-every", "3")
     island = Island(processes, tmp_path, "ddp", 2, address, "a", alone=("state_dict", 0))
     island.ranks[0].says("state_dict() waits for the other processes of this worker")

@@ -96,7 +96,7 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
     pair.standby.says("takes over, with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     last, first = rounds_of(pair.hub)[-1], rounds_of(pair.standby)[0]
-    assert first in (last, last + 1), "a version that nobody had may be lost, and no other"
+    assert first in (last, last + 1), "only a version that no worker had may be lost"
     # The hub comes back to a run that is not its own any more.
     hub = hub_of(pair.processes, pair.folder, pair.hub_at)
     hub.says("this hub releases nothing any more")

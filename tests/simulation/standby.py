@@ -17,9 +17,10 @@ from simulation.tensors import demand
 if TYPE_CHECKING:
     from simulation.simulator import Simulation
 
-HUB, STANDBY = "hub", "standby"
+PLACES = HUB, STANDBY = "hub", "standby"
 TICK_S = 0.25
-LOOK_S = 0.1  # between two checks that a replaced hub may release nothing
+LOOK_S = 0.05  # between two checks that a replaced hub may release nothing
+DRIFT = 0.01  # clocks are slow or fast by at most this much
 COPY_S = (0.5, 3.0)  # least and most time between two copies of the hub's checkpoint
 NAME = "sb"  # by which the hub knows its standby
 
@@ -31,7 +32,8 @@ class StandbyHost:
         self.run, self.world = run, run.world
         self.is_alive = True
         draw = partial(run.world.dice.getrandbits, 63)
-        self.core = core.Standby(NAME, HUB, draw, run.world.now)
+        self.clock = run.clock(STANDBY)
+        self.core = core.Standby(NAME, HUB, draw, self.clock.now)
         self._routes: dict[bytes, Connection] = {}
         self._uplink: Connection | None = None
         self._tick()
@@ -41,7 +43,7 @@ class StandbyHost:
 
     def hears(self, connection: Connection, message: Message, _: Any) -> None:
         if self.is_alive and connection.route in self._routes:
-            self._do(self.core.receive(connection.route, message, self.world.now))
+            self._do(self.core.receive(connection.route, message, self.clock.now))
 
     def dies(self) -> None:
         """Killed, or replaced by the broker that it becomes."""
@@ -58,7 +60,7 @@ class StandbyHost:
 
     def _tick(self) -> None:
         if self.is_alive:
-            self._do(self.core.tick(self.world.now))
+            self._do(self.core.tick(self.clock.now))
             self.world.after(TICK_S, self._tick)
 
     def _do(self, commands: core.Commands) -> None:
@@ -84,11 +86,11 @@ class StandbyHost:
 
     def _hears_hub(self, connection: Connection, message: Message, _: Any) -> None:
         if self.is_alive and connection is self._uplink:
-            self._do(self.core.receive_from_hub(message, self.world.now))
+            self._do(self.core.receive_from_hub(message, self.clock.now))
 
 
 def copy_checkpoints(run: Simulation) -> None:
-    """Again and again the standby copies the newest checkpoint, or tells the hub of its replacement."""
+    """Repeatedly copy the hub's newest checkpoint, or after the takeover notify the hub of it."""
     assert run.disk is not None and run.standby is not None
     if run.hub_answers and run.term is not None:
         told = run.connection(HUB, STANDBY, lambda *_: None)
@@ -101,9 +103,9 @@ def copy_checkpoints(run: Simulation) -> None:
 
 
 def look(run: Simulation) -> None:
-    """Check again and again that a hub that was replaced may not release a version."""
+    """Check repeatedly that a hub that was replaced may not release a version."""
     lease = run.hub.core.state.standby
-    may_release = lease is not None and lease.holds and lease.ends_at > run.world.now
+    may_release = lease is not None and lease.holds and lease.ends_at > run.hub.clock.now
     is_replaced = run.term is not None and run.hub.is_alive
     demand(not (is_replaced and may_release), "the hub may release a version, and was replaced")
     run.world.after(LOOK_S, lambda: look(run))

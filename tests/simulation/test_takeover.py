@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.standby import fence
 from kit.core_harness import a_config
 from simulation.scenarios import MODES, a_scenario
 from simulation.simulator import NO_TROUBLES, Scenario, Simulation
 from simulation.standby import HUB
-from simulation.tensors import Violation
 
 ADOPT = 1  # of `SAVING`
 
@@ -21,7 +19,7 @@ ADOPT = 1  # of `SAVING`
 def with_standby(scenario: Scenario) -> Scenario:
     """The hub is killed and cut off for longer than its lease, and its standby is killed as well."""
     troubles = replace(scenario.troubles, restarts=0.03, orderly=0.0, restart_s=6.0)
-    troubles = replace(troubles, hub_cuts=0.03, standby_kills=0.02)
+    troubles = replace(troubles, hub_cuts=0.03, splits=0.03, standby_kills=0.02)
     config = replace(scenario.config, standby=True, lease=3.0)
     return replace(scenario, config=config, troubles=troubles)
 
@@ -56,16 +54,5 @@ def test_workers_follow_to_the_standby_of_a_hub_that_is_gone(fields: dict[str, A
     run.is_away(HUB, math.inf)
     run.passes(60.0)
     assert run.term == 1
-    assert run.referee.versions_made > before + 5 > 10
-
-
-@pytest.mark.nightly
-def test_hub_without_a_fence_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence, "may_release", lambda _: True)
-    monkeypatch.setattr(fence, "holds_rounds", lambda _: False)
-    monkeypatch.setattr(fence, "sends_away", lambda _: [])
-    runs = (
-        Simulation(with_standby(a_scenario("streaming", False, n, ADOPT)), n) for n in range(20)
-    )
-    with pytest.raises(Violation, match="releases a version, and was replaced"):
-        all(run.run() for run in runs)
+    assert before > 5
+    assert run.referee.versions_made > before + 5

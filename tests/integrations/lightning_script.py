@@ -30,7 +30,7 @@ class Module(LightningModule):
 
 
 class Batches:
-    """Goes on where a checkpoint was taken, as Lightning expects of whoever resumes within an epoch."""
+    """Goes on where a checkpoint was taken, as Lightning expects within an epoch."""
 
     def __init__(self, name: str) -> None:
         self.loader = DataLoader(tiny_task.Examples(name), batch_size=tiny_task.BATCH)

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient
 from kit.reference import (
-    Buffered,
     DelayedNesterov,
     GlobalModel,
     MakeOuter,
@@ -26,10 +24,8 @@ from kit.reference import (
     Trainee,
     asynchronous,
     difference,
-    nesterov,
     put,
     state_of,
-    without_momentum,
 )
 from kit.whole_run import (
     PATIENCE_S,
@@ -122,23 +118,6 @@ def drive(
             assert shown["workers"][worker]["staleness"] == ages[-1]
             assert [each["gradients"] for each in shown["fragments"]] == world.versions
     return ages
-
-
-@pytest.mark.parametrize(
-    ("options", "make_outer"),
-    [
-        (RATES | {"dn_c": 1 / WORKERS}, lambda _: DelayedNesterov(LR, MU, WORKERS, 1 / WORKERS)),
-        (RATES | {"outer": "fedbuff", "dn_buffer": 4}, lambda _: Buffered(nesterov(LR, MU)(0), 4)),
-        ({"outer_lr": LR, "outer": "sgd"}, without_momentum(LR, WORKERS)),
-    ],
-    ids=["dn c=1/N", "fedbuff", "sgd"],
-)
-def test_each_outer_optimizer_follows_its_formula_with_stale_work(
-    options: dict[str, Any], make_outer: MakeOuter
-) -> None:
-    with Broker(make_config(mode="async", workers=WORKERS, **options)) as broker:
-        ages = drive(broker, alternating(1), strided(1), make_outer)
-    assert max(ages) == 4 and min(ages) == 0
 
 
 def normed(workers: int) -> list[Trainee]:

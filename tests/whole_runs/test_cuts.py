@@ -89,10 +89,10 @@ DONATION = [
 
 @dataclass
 class Run:
-    """A run through the proxy."""
+    """A run through the proxy, and the hooks of its workers."""
 
     outcome: Outcome
-    hooks: dict[int, DiLoCoWorker]
+    hooks: list[DiLoCoWorker]
 
 
 def through_the_proxy(
@@ -114,10 +114,10 @@ def through_the_proxy(
     initial = state_of(made[0].model) if provided else None
     usual = {"chunk_elements": CHUNK_ELEMENTS, "disconnect_grace": GRACE_S, **usual}
     config = make_config(workers=workers, **usual | options)
-    hooks: dict[int, DiLoCoWorker] = {}
+    hooks: list[DiLoCoWorker] = []
 
     def note(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        hooks[worker] = hook
+        hooks.append(hook)
 
     with Broker(config, initial) as broker, MessageProxy(broker.address, cuts) as proxy:
         outcome = run(
@@ -147,7 +147,7 @@ def check(name: str, got: Run, wanted: Run, cuts: Sequence[Cut], steps: int) -> 
     """What every run must keep to, whatever broke."""
     workers, rounds = MODES[name][0], steps // STEPS_A_PUSH
     assert_same(got.outcome, wanted.outcome, exact=True)
-    metrics = [hook.sync_metrics for hook in got.hooks.values()]
+    metrics = [hook.sync_metrics for hook in got.hooks]
     assert [each.pushes for each in metrics] == [rounds] * workers
     breaks = sum(cut.kind not in UNNOTICED for cut in cuts)
     assert sum(each.reconnections for each in metrics) >= breaks

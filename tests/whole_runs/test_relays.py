@@ -155,7 +155,7 @@ def test_bad_push_costs_only_its_worker(bad: float | None, code: str) -> None:
         sites.workers(deep, "c")
         sites.push("b", "c", number=0)
         if bad is None:
-            push = {"push_id": 1, "fragment": 0, "chunks": 3, "wire_dtype": "fp32"}
+            push: dict[str, Any] = {"push_id": 1, "fragment": 0, "chunks": 3, "wire_dtype": "fp32"}
             broken.send("push", session=broken.session, base=broken.version, **push)
             broken.receive("grant")
             broken.send_chunk(1, 0, bytes(61))

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from diloco_worker import DiLoCoWorker
-from kit.islands import Island, a_batch, language
+from kit.islands import Island, language, loss_and_gradients
 from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = pytest.mark.slow
@@ -74,10 +73,7 @@ def train_from_checkpoint(
         print(f"goes on at {step} with {os.environ['WORLD_SIZE']}", flush=True)
     with diloco:
         while not diloco.should_stop:
-            words = a_batch(worker_id, step)
-            loss = functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            loss = loss_and_gradients(model, optimizer, worker_id, step)
             optimizer.step()
             diloco.report(loss=loss, tokens=8)
             step += 1
@@ -117,7 +113,7 @@ def goes_on(
     folder: Path,
     options: dict[str, Any],
 ) -> int:
-    """Load what was saved, and return its step."""
+    """Load the checkpoint, and return its step."""
     saved = [torch.load(each, weights_only=True) for each in sorted(folder.glob("*.pt"))]
     model.load_state_dict(saved[0]["model"])
     optimizer.load_state_dict(saved[0]["optimizer"])
@@ -189,7 +185,7 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         (2, 2, "own", "model", "tensors differ (embed.weight)"),
         (2, 1, "all", "model", "tensors differ (embed.weight)"),
         (1, 2, "all", "model", "tensors differ (embed.weight)"),
-        (2, 2, "own", "moment", "load in each what was saved at the same moment"),
+        (2, 2, "own", "moment", "at the same moment"),
     ],
 )
 def test_parts_of_different_checkpoints_are_refused_by_all(

@@ -33,6 +33,7 @@ from simulation.fragments import Fragments
 from simulation.scenarios import MODES, WEATHERS, a_scenario
 from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from simulation.tensors import Violation
+from simulation.units import counted, times_contained
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 # Asynchronous modes have more versions, and take longer.
@@ -82,6 +83,33 @@ def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
     scenario = a_scenario(mode, True, seed)
     config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
     assert Simulation(replace(scenario, config=config), seed).run().counted() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_promise_holds_where_workers_are_one_two_or_three_processes(
+    mode: str, streams: bool, seed: int
+) -> None:
+    scenario = replace(a_scenario(mode, streams, seed), processes=(1, 2, 3), chunks=5)
+    run = Simulation(scenario, seed).run()
+    assert run.referee.versions_made > 0
+    assert run.counted() > 0
+    assert {process.habits.processes for process in run.processes} >= {2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [0, 2, 3], ids=["once", "durable", "rewind"])  # of `SAVING`
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
+def test_each_unit_that_is_counted_is_in_the_parameters_once(
+    mode: str, streams: bool, saved: int
+) -> None:
+    scenario = a_scenario(mode, streams, seed=1, saved=saved)
+    run = Simulation(replace(scenario, has_units=True), seed=1).run()
+    assert len(counted(run)) > 10
+    assert times_contained(run) == dict.fromkeys(counted(run), 1)
 
 
 # These need rare interleavings: each seed once showed a deadlock between a worker that waited for a

@@ -241,9 +241,9 @@ def settle_half(submission: Submission, now: float) -> None:
     submission.whole_at = now
 
 
-def step_by_what_was_promised(state: RunState, indexes: list[int]) -> Iterator[Effect]:
-    round_ = state.round
-    assert isinstance(round_, StreamingRound)
+def step_by_promised_weight(
+    state: RunState, round_: StreamingRound, indexes: Iterable[int]
+) -> Iterator[Effect]:
     count = state.versions[round_.fragment].gradients - 1
     weight = sum(c.weight for c in round_.contributions.values())
     for index in indexes:
@@ -279,7 +279,7 @@ STUCK = "no version was released|has a push in flight|stands still|no end within
             (RunState, "standing", stands_nowhere),
             "is counted twice|more than once",
         ),
-        ("streaming", (streaming, "step", step_by_what_was_promised), "is divided by"),
+        ("streaming", (streaming, "_step", step_by_promised_weight), "is divided by"),
     ],
 )
 def test_broken_broker_is_found_out(

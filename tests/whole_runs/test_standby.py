@@ -40,6 +40,11 @@ class Pair:
         with Operator(address, timeout=5.0) as operator:
             return operator.ask(action, **arguments)
 
+    def is_ready(self) -> bool:
+        """Whether the standby has a checkpoint, and knows both workers as voters."""
+        status = self.asks(self.standby_at, "status").data
+        return status["checkpoint"] is not None and status["voters"] == 2
+
 
 def hub_of(processes: Processes, folder: Path, address: str) -> Child:
     options = ("--standby", "--lease", str(LEASE_S), "--save-dir", str(folder / "hub"))
@@ -64,7 +69,7 @@ def pair(processes: Processes, tmp_path: Path, request: pytest.FixtureRequest) -
     workers = [processes.train(name, both, 400, pause=0.02) for name in ("a", "b")]
     made = Pair(processes, tmp_path, hub, hub_at, standby, standby_at, workers)
     hub.says("Round 3 closed")
-    wait_for(lambda: made.asks(standby_at, "status").data["checkpoint"] is not None)
+    wait_for(made.is_ready)
     return made
 
 
@@ -80,13 +85,13 @@ def check_the_end(pair: Pair) -> None:
 
 def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair) -> None:
     pair.hub.kill()
-    pair.standby.says("takes over, with term 1")
+    pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     last, first = rounds_of(pair.hub)[-1], rounds_of(pair.standby)[0]
     assert first in (last, last + 1), "only a version that no worker had may be lost"
     # The hub comes back to a run that is not its own any more.
     hub = hub_of(pair.processes, pair.folder, pair.hub_at)
-    hub.says("this hub releases nothing any more")
+    hub.says("this hub releases no more versions")
     # The standby is the hub, also when it is started again.
     pair.standby.kill()
     again = standby_of(pair.processes, pair.folder, pair.hub_at, pair.standby_at)
@@ -100,7 +105,7 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
 @pytest.mark.parametrize("pair", [True], ids=["relay"], indirect=True)
 def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(pair: Pair) -> None:
     pair.hub.kill()
-    pair.standby.says("takes over, with term 1")
+    pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     workers = pair.asks(pair.standby_at, "status").data["workers"]
     assert {each["via"] for each in workers} == {"north"}
@@ -109,10 +114,10 @@ def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(pair: Pa
 
 def test_a_hub_that_was_stopped_releases_nothing_when_it_goes_on(pair: Pair) -> None:
     pair.hub.gets(signal.SIGSTOP)
-    pair.standby.says("takes over, with term 1")
+    pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     pair.hub.gets(signal.SIGCONT)
-    pair.hub.says("this hub releases nothing any more")
+    pair.hub.says("this hub releases no more versions")
     last = rounds_of(pair.hub)[-1]
     state = pair.asks(pair.hub_at, "status").data
     assert state["standby"]["is_replaced"] and not state["workers"]
@@ -128,7 +133,7 @@ def test_a_planned_takeover_loses_nothing(pair: Pair) -> None:
     assert other.ends() == 2
     assert "folder of a standby" in other.output
     again = standby_of(pair.processes, pair.folder, pair.hub_at, pair.standby_at)
-    again.says("This is the standby of")
+    again.says("Standby of")
     assert "lost its lease" not in pair.hub.output
     assert pair.processes.asks("promote", "--address", pair.standby_at) == 0
     goes_on = again.says("goes on with round")

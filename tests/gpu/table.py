@@ -27,7 +27,7 @@ LAYER = 1 << 24  # parameters of a tensor
 
 
 def tensors_of(parameters: int, device: torch.device) -> ModelTensors:
-    """A model of so many parameters, in tensors of a layer."""
+    """A model with this many parameters, in tensors of a layer."""
     sizes = [LAYER] * (parameters // LAYER) + [parameters % LAYER or 1]
     names = [f"layer{number}" for number in range(len(sizes))]
     values: dict[str, Tensor] = {

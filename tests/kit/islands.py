@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from diloco_worker import DiLoCoWorker, WorkerOptions
 from diloco_worker.group import beginning, ports
@@ -173,10 +174,7 @@ def train_island(
                 gradients_of_a_pipeline(given, step)
                 loss = torch.zeros(())
             else:
-                words = a_batch(worker_id, step)
-                loss = functional.cross_entropy(called(words).flatten(0, 1), words.flatten())
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
+                loss = loss_and_gradients(called, optimizer, worker_id, step)
             optimizer.step()
             model.steps.add_(1)
             diloco.report(loss=loss, tokens=8)
@@ -223,6 +221,17 @@ def forbid_words_while_leaving() -> None:
 def a_batch(worker_id: str, step: int) -> Tensor:
     seed = 1000 * sum(worker_id.encode()) + step
     return torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_and_gradients(
+    called: nn.Module, optimizer: Optimizer, worker_id: str, step: int
+) -> Tensor:
+    """The loss of the step's batch, and its gradients in the model."""
+    words = a_batch(worker_id, step)
+    loss = functional.cross_entropy(called(words).flatten(0, 1), words.flatten())
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    return loss
 
 
 def die_in(phase: str, mark: Path) -> None:

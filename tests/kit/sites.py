@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.relay.daemon import RelayBroker
 from diloco_protocol.clients import Keys
-from diloco_protocol.errors import Refused, Unreachable
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S
 
@@ -58,19 +57,23 @@ class Sites:
         self._serve(hub)
         return hub
 
-    def relay(
+    def relay(self, hub: Broker | RelayBroker | str, name: str) -> RelayBroker:
+        """A relay that the hub has admitted."""
+        relay = self.begin_relay(hub, name)
+        until(lambda: relay.is_connected, f"the hub admits {name}")
+        return relay
+
+    def begin_relay(
         self,
         hub: Broker | RelayBroker | str,
         name: str,
-        *,
-        dtype: str | None = None,
-        keys: Keys | None = None,
+        shows: Keys | None = None,
         **given: Any,
     ) -> RelayBroker:
+        """A relay that the hub may refuse. `shows` is its key for the hub."""
         where = hub if isinstance(hub, str) else hub.address
-        relay = RelayBroker(options(**given), where, name=name, parent_wire_dtype=dtype, keys=keys)
+        relay = RelayBroker(options(**given), where, name=name, keys=shows)
         self._serve(relay)
-        until(lambda: relay.is_connected, f"{name} is let in")
         return relay
 
     def _serve(self, broker: Broker | RelayBroker) -> None:
@@ -122,22 +125,6 @@ class Sites:
             self.push(*names, number=number, **given)
             final = self.pull(*names)
         return final
-
-
-@contextmanager
-def asking(address: str) -> Iterator[None]:
-    """A worker asks to take part, for as long as this lasts, and need not be let in."""
-    with DiLoCoClient(address, worker_id="a", timeout=PATIENCE_S) as client:
-
-        def ask() -> None:
-            with suppress(Refused, Unreachable):
-                client.join(a_model())
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        yield
-        client.leave()
-        thread.join(PATIENCE_S)
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""How much of what can go wrong do the tests notice? Faults are put in, one at a time.
+"""Mutation testing: how many faults, put in one at a time, do the tests notice?
 
     make mutants                                    # about 300 faults
     PYTHONPATH=tests python -m mutation.drill --mutants 30 --seed 2
@@ -178,7 +178,7 @@ def in_a_fork(
     try:
         return ours.recv() if ours.poll(wait_s) else None
     except EOFError:
-        return None  # it ended without a word
+        return None  # it ended without a result
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, 9)

@@ -35,7 +35,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# Calls for the eye alone: a fault in what is said is no fault of the run.
+# Calls that only log: a fault in a message is not a fault of the run.
 SPOKEN = {"Log", "warning", "info", "debug", "error", "trouble", "say"}
 
 

@@ -1,12 +1,13 @@
-"""The broker's loop in a simulated run: it feeds the core and carries out what the core asks for.
+"""The broker's loop in a simulated run: it feeds the core and carries out its effects.
 
-Tensor work is done in its order, a piece at a time; checkpoints are written meanwhile by a helper that
-is as slow as it is told to be, on a disk that outlives the broker.
+Tensor work is done in order, a piece at a time; checkpoints are written meanwhile, as slowly as the
+scenario says, to a disk that outlives the broker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.messages import Message
 from diloco_protocol.relays import first_step, way
 from simulation.disk import Disk
-from simulation.network import Connection, World, Wrapped
+from simulation.network import Clock, Connection, World, Wrapped
 from simulation.referee import Referee
-from simulation.tensors import Tensors
+from simulation.tensors import Copies, Tensors, demand
 
 if TYPE_CHECKING:
     from simulation.relays import RelayHost
@@ -37,7 +38,7 @@ TURN_ENDS = 0.5
 
 
 class BrokerHost:
-    """One life of the broker, which goes on from the newest checkpoint on the disk, if there is one."""
+    """One incarnation of a broker, which resumes the newest checkpoint on the disk, if there is one."""
 
     def __init__(
         self,
@@ -46,49 +47,70 @@ class BrokerHost:
         referee: Referee,
         disk: Disk | None = None,
         relays: Mapping[str, RelayHost] | None = None,
+        *,
+        clock: Clock | None = None,
+        term: int = 0,
+        is_replaced: bool = False,
     ) -> None:
         self.world = world
+        self.clock = clock or Clock(world)
         self.referee = referee
         self.is_alive = True  # until it is killed or has stopped
         self.messages = 0  # that have come in
         self._scenario = scenario
         self._life = 1 if disk is None else disk.next_life
         self._checkpoint = None if disk is None else disk.newest
-        self.tensors = Tensors(scenario.config, referee.records, self._checkpoint)
+        self._is_replaced = is_replaced  # a standby has the run, whom the referee follows
+        records = Copies(referee.records) if is_replaced else referee.records
+        self.tensors = Tensors(scenario.config, records, self._checkpoint)
         resumption = None
         if self._checkpoint is not None:
             layout = self._checkpoint.layout
             resumption = resume.load_into(self.tensors, self._checkpoint, layout)
         draw = partial(world.dice.getrandbits, 64)
-        self.core = Core(scenario.config, draw, world.now, resumption=resumption)
+        config = replace(scenario.config, standby=scenario.config.standby and not term)
+        self.core = Core(config, draw, self.clock.now, resumption=resumption, term=term)
         self._disk = disk
         self._unsaved: Checkpoint | None = None  # of those that wait only the newest is written
         self._is_saving = False
         self._routes: dict[bytes, Connection] = {}
         self._lines = RelayLines()
         self._relays = {} if relays is None else relays
-        self._executor = Executor(self.core, lambda: events.Now.both(world.now), self)
+        self._executor = Executor(self.core, lambda: events.Now.both(self.clock.now), self)
         self._handled: events.Event | None = None
-        self._finish: effects.Finish | None = None  # asked for in the turn at hand
+        self._finish: effects.Finish | None = None  # requested in the current turn
         self._is_working = False
         self._lost_a_connection = False
         self._is_deaf = False  # it writes its last checkpoint
+        self._stopped_until = 0.0
         self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
-        referee.begins_life(self.tensors, self._checkpoint, self.owner_of)
+        if not is_replaced:
+            referee.begins_life(self.tensors, self._checkpoint, self.owner_of)
         self._tick()
 
     @property
     def is_stopping(self) -> bool:
         return self.core.state.stopping is not None
 
+    def is_replaced_now(self) -> None:
+        """A standby has taken over: from here on this broker may release nothing."""
+        self._is_replaced = True
+        self.tensors.records = Copies(self.referee.records)
+
     # Connections.
+
+    @property
+    def connections(self) -> Iterable[Connection]:
+        return self._routes.values()
 
     def connects(self, connection: Connection) -> None:
         self._routes[connection.route] = connection
         connection.on_gone = self._loses_a_connection
 
     def hears(self, connection: Connection, message: Message | Wrapped, payload: Any) -> None:
-        if self.is_alive and not self._is_deaf and connection.route in self._routes:
+        if self.world.now < self._stopped_until:
+            self._awake(lambda: self.hears(connection, message, payload))
+        elif self.is_alive and not self._is_deaf and connection.route in self._routes:
             self.messages += 1
             route = connection.route
             if isinstance(message, Wrapped):
@@ -119,11 +141,22 @@ class BrokerHost:
         self._ended = ended
         self._feed(events.Stop("it was asked to", restarting=True))
 
+    def is_stopped_for(self, seconds: float) -> None:
+        """The process stands still, as after SIGSTOP; its connections do not break."""
+        self._stopped_until = max(self._stopped_until, self.world.now + seconds)
+
+    def _awake(self, action: Callable[[], None]) -> None:
+        """Do something at once, or when the process goes on."""
+        if self.world.now >= self._stopped_until:
+            action()
+        else:
+            self.world.at(self._stopped_until, lambda: self._awake(action))
+
     def _tick(self) -> None:
         if self.is_alive and not self._is_deaf:
             lost, self._lost_a_connection = self._lost_a_connection, False
             self._feed(events.Tick(lost))
-            self.world.after(self._scenario.tick_s, self._tick)
+            self.world.after(self._scenario.tick_s, lambda: self._awake(self._tick))
 
     def _ends(self, save: effects.Save | None) -> None:
         """The core is done: wait until the last checkpoint is written."""
@@ -159,7 +192,7 @@ class BrokerHost:
         return isinstance(self._handled, events.Tick) or self.world.dice.random() < TURN_ENDS
 
     def disconnect(self, route: bytes) -> None:
-        """A relay was given up. A simulated worker sends nothing that cannot be read."""
+        """The core disconnects a relay. A simulated worker sends nothing that cannot be read."""
         connection = self._routes[route]
         connection.sever()
         relay = self._relays[connection.owner]
@@ -171,10 +204,12 @@ class BrokerHost:
 
     def handled(self, event: events.Event) -> None:
         self._handled = event
-        self.referee.after(self.core, event, self.tensors.queue)
+        if not self._is_replaced:
+            self.referee.after(self.core, event, self.tensors.queue)
 
     def send(self, send: effects.Send) -> bool:
-        self.referee.lives.says(self.core, send.message)
+        if not self._is_replaced:
+            self.referee.lives.says(self.core, send.message)
         behind = self._lines.down(send)
         if behind is None:
             return self._routes[send.route].down(send.message, send.payload)
@@ -187,6 +222,7 @@ class BrokerHost:
                 if level != "debug":
                     self.world.tell("broker", text)
             case effects.RecordVersion():
+                demand(not self._is_replaced, "the hub releases a version, and was replaced")
                 self.referee.audited(record)
 
     def save(self, save: effects.Save) -> None:
@@ -195,7 +231,7 @@ class BrokerHost:
         self._save_next()
 
     def _save_next(self) -> None:
-        """One at a time. Killed in the middle, what is half written is nothing."""
+        """Write one at a time. A kill in the middle leaves no checkpoint."""
         checkpoint, disk, world = self._unsaved, self._disk, self.world
         if checkpoint is None or self._is_saving:
             return
@@ -218,15 +254,16 @@ class BrokerHost:
         world.after(world.dice.uniform(0, self._scenario.save_s), write)
 
     def read(self, _: effects.ReadCheckpoint) -> None:
-        raise AssertionError("nobody copies checkpoints here")
+        raise AssertionError("checkpoints are copied without the core here")
 
     def end(self, end: effects.End) -> None:
-        raise AssertionError("nobody operates a simulated broker")
+        raise AssertionError("a simulated broker has no operator")
 
     def _plan_work(self) -> None:
         if self.tensors.queue and not self._is_working:
             self._is_working = True
-            self.world.after(self.world.dice.uniform(0, self._scenario.work_s), self._do_work)
+            seconds = self.world.dice.uniform(0, self._scenario.work_s)
+            self.world.after(seconds, lambda: self._awake(self._do_work))
 
     def _do_work(self) -> None:
         self._is_working = False

@@ -1,12 +1,12 @@
-"""Digests of all that is sent in simulated runs: while they stay equal, behaviour has not changed.
+"""Digests of all messages of simulated runs: while they stay equal, behaviour has not changed.
 
     PYTHONPATH=tests python -m simulation.digests before.json       # on the commit to compare with
     PYTHONPATH=tests python -m simulation.digests after.json before.json
 
 Each run is one of a mode, a way to split the model and a seed; its digest covers every message in both
-directions with its sender and its time, what was saved, and how often dice were thrown. What a
-`released` tells for people (`progress`, `loss`) and the share of the data in a `welcome` are left out:
-nothing is decided by them. The second call names the runs that differ and exits with 1. About a minute
+directions with its sender and its time, the checkpoints, and how often dice were thrown. The fields
+`progress` and `loss` of a `released` and the share of the data in a `welcome` are left out: no decision
+depends on them. The second call names the runs that differ and exits with 1. About a minute
 on two cores.
 """
 
@@ -36,7 +36,7 @@ JOBS: list[Job] = [
 
 
 def digest(job: Job) -> str:
-    """Simulate a run, and say in 64 hexadecimal digits what was sent in it."""
+    """Simulate a run; the digest of all its messages in 64 hexadecimal digits."""
     mode, how = job
     said = hashlib.sha256()
 
@@ -47,7 +47,7 @@ def digest(job: Job) -> str:
             decided = message
             if isinstance(message, Released):
                 decided = replace(message, progress=None, loss=None)
-            if isinstance(message, Welcome):  # for samplers, which a simulated worker has none of
+            if isinstance(message, Welcome):  # for samplers; a simulated worker has none
                 decided = replace(message, shard=None, num_shards=None)
             line = f"{self.world.now!r} {self.owner} {way} {encode(decided).hex()}\n"
             said.update(line.encode())

@@ -1,8 +1,7 @@
-"""The other processes of a simulated worker: each has a connection, and keeps what comes on it.
+"""The other ranks of a simulated worker: each has a data connection, and keeps the chunks it receives.
 
-What the process that leads wants of them, and what they tell it, takes a while each way, as between
-machines. They keep the chunks of a version until the leader says that it is whole: then each must have
-all of its own.
+Commands of the leader and reports to it take a while each way, as between machines. The ranks keep the
+chunks of a version until the leader says that it is complete: then each must have all of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Lanes:
             return None
         return tuple(tuple(i % self.count for i in range(part.chunks)) for part in layout.all)
 
-    # What the leader wants.
+    # Commands of the leader.
 
     def open(
         self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
@@ -63,7 +62,7 @@ class Lanes:
     def _open(self, binding: Lane) -> None:
         lane = binding.index
         if self._worker.session.connection.live_token != binding.session:
-            return  # another connection has taken its place meanwhile
+            return  # there is another connection meanwhile
         self.connections[lane] = self._connect(self._worker, self._hears)
         self._sessions[lane], self._owed[lane] = binding.session, 0
         self.connections[lane].up(binding)
@@ -89,13 +88,13 @@ class Lanes:
         pass
 
     def close(self) -> None:
-        """All of them open new connections later; nothing of the former is of use."""
+        """All of them open new connections later."""
         for connection in self.connections.values():
             connection.hang_up()
         self.connections.clear()
 
     def hand_over(self, fragment: int, version: VersionId, memory: Fragments) -> None:
-        """A version is whole, says the leader: what it has not itself, the others have."""
+        """The leader has a complete version: chunks that it does not have are with the others."""
         owners = self.owners()
         assert owners is not None
         kept = self._kept.get((fragment, version), {})
@@ -110,7 +109,7 @@ class Lanes:
             if (fragment, version) in self._kept:  # what came before it, and itself
                 del self._kept[key]
 
-    # What they hear.
+    # Messages to the ranks.
 
     def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
         lane = next((i for i, each in self.connections.items() if each is connection), None)
@@ -128,7 +127,7 @@ class Lanes:
         self._tells(lane, connection, events.ArrivedElsewhere(message))
 
     def breaks(self, connection: Connection) -> None:
-        """A process finds out that its connection is no more."""
+        """A process finds out that its connection broke."""
         for lane, each in self.connections.items():
             if each is connection:
                 self._tells(lane, connection, events.Disconnected("A lane broke."))

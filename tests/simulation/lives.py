@@ -1,10 +1,10 @@
-"""What one life of a broker owes to those before it, checked when it begins and in all that it says.
+"""What one incarnation of a broker owes to those before it, checked at its start and in its messages.
 
 - It begins with versions that existed, under their names, with their contents and their ledgers, and
   with an outer optimizer that knows how many gradients these have had.
-- It adopts what is newest with those who are there, after it has waited for those whom it knows.
-- What a worker that is there was told to be counted is not lost. Where the run is durable nothing is
-  that anybody was told of, whoever died: a version is on the disk before the first word about it.
+- It adopts the newest versions of its workers, after it has waited for the workers that it knows.
+- A push that a present worker was told to be counted is not lost. In a durable run no version is lost
+  that any worker was told of: it is on the disk before the first message about it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Lives:
 
     def __init__(self, config: BrokerConfig, records: dict[Key, Record], disk: Disk | None) -> None:
         self.config = config
-        self.tensors = Tensors(config, records)  # of the life at hand
-        self.number = 0  # of the life at hand, from 1
+        self.tensors = Tensors(config, records)  # of the current incarnation
+        self.number = 0  # of the current incarnation, from 1
         self.adoptions = 0  # fragments that a life took from a worker although a run existed
         self.keys: dict[int, Key] = {}  # of all pushes, by push id
         self._records = records
@@ -49,7 +49,7 @@ class Lives:
         self._checkpoint: Checkpoint | None = None
         self._owner_of: Callable[[bytes], str] = str
         self.first: dict[int, VersionId] = {}  # what this life began with, by fragment
-        self._told: dict[int, list[Contents]] = {}  # the newest that anybody was told of
+        self._told: dict[int, list[Contents]] = {}  # the newest that any worker was told of
 
     def begins(
         self, tensors: Tensors, checkpoint: Checkpoint | None, owner_of: Callable[[bytes], str]
@@ -86,7 +86,7 @@ class Lives:
         demand(same, "fragment {} has other parameters than its version {}", fragment, version)
         known = published.get((fragment, version))
         ours = self._checkpoint.record.fragments[fragment] if self._checkpoint is not None else None
-        # A durable run may have died with a version on the disk that nobody was told of.
+        # A durable run may have died with a version on the disk that no worker was told of.
         is_saved = ours is not None and ours.version == version
         was = known is not None or is_saved or version.counter == 0
         demand(was, "version {} never was", version)
@@ -129,7 +129,7 @@ class Lives:
             default=0,
         )
         right = version.counter >= best
-        demand(right, "somebody here has version {}, and it goes on from {}", best, version)
+        demand(right, "a member has version {}, and it goes on from {}", best, version)
         away = set(self._checkpoint.record.workers if self._checkpoint else ()) - {
             m.worker_id for m in state.members
         }
@@ -169,8 +169,8 @@ class Lives:
             assert chosen is not None
             if held is None or held.run != chosen.run:
                 continue
-            # Another branch of the run may be as long. Who has heard of a broker that went on
-            # without its branch must not bring that back.
+            # Another branch of the run may be as long. A worker that has met a broker that
+            # went on without this branch must not bring it back.
             donors = [o for o, m in owners.items() if m.versions[fragment] == chosen]
             knew = [o for o in donors if self._heard.get(o, 0) >= record.told_in_life]
             demand(not knew, "{} brought {} back, {} had gone on: {}", knew, chosen, held, record)
@@ -178,7 +178,7 @@ class Lives:
     def counts_late(self, record: Record, began_with: Published) -> None:
         """A worker that was stopped reads only now that a former broker counted its push.
 
-        Where the life at hand did not begin with that version, the push is lost with it.
+        If the current incarnation did not begin with that version, the push is lost with it.
         """
         if not record.is_whole_in(self.keys[record.push.push_id], began_with.wires):
             demand(not self.config.durable, "it was counted, and is lost: {}", record)
@@ -190,7 +190,8 @@ class Lives:
         match message:
             case Released(fragment=fragment, version=version):
                 versions = core.state.versions[fragment]
-                right = versions.version == version
+                before = self.tensors.versions.get(fragment)  # this event may have released another
+                right = version in (versions.version, before)
                 demand(right, "{} is told of while {} is current", version, versions.version)
                 if self.config.durable:
                     self._is_on_disk(versions)
@@ -202,7 +203,7 @@ class Lives:
                     self._is_on_disk(versions)
 
     def _is_on_disk(self, versions: FragmentVersions) -> None:
-        """A durable run says nothing of a version that a crash could still take away."""
+        """A durable run announces no version that a crash could still take away."""
         fragment = versions.layout.fragment
         newest = self._disk.newest if self._disk is not None else None
         chunks = [wire.contents for wire in versions.wires]

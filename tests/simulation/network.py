@@ -56,18 +56,33 @@ class World:
         self.now = until
 
     def tell(self, who: str, what: object) -> None:
-        """Remember for the story; it is put into words only if somebody wants to read it."""
+        """Remember for the story; it is formatted only when it is read."""
         self._story.append((self.now, who, what))
 
     def story(self, who: str | None = None, lines: int = STORY_LINES) -> str:
-        """The last lines of what has happened, to everybody or to one."""
+        """The last lines of the story, of all hosts or of one."""
         told = [line for line in self._story if who in (None, line[1])][-lines:]
         return "\n".join(f"{at:10.4f} {who:>14}  {what!s:.230}" for at, who, what in told)
 
 
 @dataclass(frozen=True)
+class Clock:
+    """The clock of a machine, which may be slow or fast."""
+
+    world: World
+    rate: float = 1.0
+
+    @property
+    def now(self) -> float:
+        return self.rate * self.world.now
+
+    def in_world(self, moment: float) -> float:
+        return moment / self.rate
+
+
+@dataclass(frozen=True)
 class Wrapped:
-    """A message from or to somebody behind a relay."""
+    """A message from or to a peer behind a relay."""
 
     via: Via
     message: Message
@@ -126,7 +141,7 @@ class Connection:
         self._arrives(self._up_at, lambda: self._to_broker(self, message, payload))
 
     def down(self, message: Message | Wrapped, payload: Any = None) -> bool:
-        """The broker sends something. False when it knows that nobody will get it."""
+        """The broker sends a message. False when it knows that the connection is gone."""
         if self.is_gone:
             return False
         self._down_at = self._arrival(self._down_at, payload)

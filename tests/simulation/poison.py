@@ -1,10 +1,10 @@
-"""One of five workers sends something else than it has learned: what each way to merge makes of it.
+"""One of five workers sends something else than it has learned: the result of each aggregate.
 
     PYTHONPATH=tests python -m simulation.poison
 
 prints what SECURITY.md has: the final losses of a small network for each attack and each defence,
 and how far the parameters were carried along. The broker's core, its tensors and the messages are the
-real ones; there is no network and no clock, and the same seed gives the same figures. All five workers
+product's, without a network or a clock, and the same seed gives the same figures. All five workers
 train at once, as one batch of networks.
 """
 

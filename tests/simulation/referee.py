@@ -1,12 +1,12 @@
-"""What a run promises, checked in everything that happens in a simulated one.
+"""The promises of a run, checked after every event of a simulated one.
 
 - No push is counted twice in any chunk; where submissions are staged, whole or not at all. What a worker
   is told to be counted is in the version, and what it is told to be refused is not.
 - Versions and rounds increase by one; each fragment has its turn. The ledger of a version, the weights
   and the number of workers reported are those of its contents.
 - What the reducer keeps is bounded as the mode has it.
-- Every push ends, and nobody waits for ever, once enough workers are there. A worker whose training
-  hangs is not waited for, and comes back.
+- Every push ends, and no worker waits endlessly, once enough workers are there. A worker whose training
+  hangs is not waited for, and is expected again when it goes on.
 - A broker that comes back owes what `simulation.lives` says.
 
 A broken promise raises `Violation` at the moment it is broken.
@@ -37,7 +37,7 @@ from simulation.tensors import Record, Tensors, Violation, Wire, as_held, demand
 if TYPE_CHECKING:
     from simulation.worker import Worker
 
-# Where not every event is followed by all checks, every so many versions the whole ledger is checked.
+# Where not every event is followed by all checks, the whole ledger is checked every this many versions.
 LEDGER_EVERY = 50
 # Versions that are remembered as they were released; workers hold newer ones.
 VERSIONS_KEPT = 2000
@@ -74,7 +74,7 @@ class Referee:
         self.thoroughness = thoroughness
         self.records: dict[Key, Record] = {}
         self.lives = Lives(config, self.records, disk)
-        self.now = 0.0  # of the event at hand
+        self.now = 0.0  # of the current event
         self.enough_since = 0.0  # since then there have been as many workers as a round needs
         self.has_relays = False
         self.versions_made = 0  # released, in all fragments and lives of the broker
@@ -92,7 +92,7 @@ class Referee:
     def tensors(self) -> Tensors:
         return self.lives.tensors
 
-    # What workers do and hear.
+    # Events at workers.
 
     def offered(self, process: str, worker_id: str, push: Push) -> None:
         count = {"tokens": push.tokens, "samples": push.samples}.get(self.config.weight_by, 1)
@@ -163,12 +163,12 @@ class Referee:
         right = told in (stale, None) or is_inherited
         demand(right, "told staleness {}, not {}: {}", told, stale, record)
 
-    # What happens at the broker.
+    # Events at the broker.
 
     def begins_life(
         self, tensors: Tensors, checkpoint: Checkpoint | None, owner_of: Callable[[bytes], str]
     ) -> None:
-        """A broker starts, the first one or another in its place, and goes on from `checkpoint`.
+        """A broker starts, the first one or its successor, and resumes `checkpoint`.
 
         `owner_of` gives the name of the process at the other end of a connection.
         """
@@ -279,7 +279,7 @@ class Referee:
         demand(told == added, "{} has {} more, written down {}", version, added, told)
 
     def _check_report(self, core: Core, fragment: int) -> None:
-        """The books of the round that has just ended, against what was really averaged."""
+        """Compare the report of the round that has just ended with its contents."""
         state, round_ = core.state, self._round
         versions, report = state.versions[fragment], state.last_report
         assert report is not None
@@ -382,10 +382,10 @@ class Referee:
         )
         demand(max(rooms.values(), default=0) <= 1, "more than one of a kind is kept: {}", rooms)
 
-    # Does anybody wait for ever?
+    # Progress.
 
     def watch(self, core: Core) -> None:
-        """Called now and then: is everyone who can make progress making it?"""
+        """Called now and then: does every worker that can make progress make it?"""
         alive = self._alive()
         config, state = self.config, core.state
         floor = config.workers if state.first_round_pending else config.min_workers
@@ -432,7 +432,7 @@ class Referee:
             demand(self.now - back <= beats_s, "{} trains, and counts as stalled", process.name)
 
     def at_the_end(self, core: Core) -> None:
-        """The run stops here: what has become of every push?"""
+        """The run stops here: check how every push ended."""
         alive = {process.name for process in self._alive()}
         core.check_invariants()
         fragments = core.state.versions.fragments
@@ -454,7 +454,7 @@ class Referee:
     def _may_be_pending(self, core: Core, key: Key, record: Record) -> bool:
         """May a whole push of a process that is gone be missing from the version?"""
         if self.config.max_staleness is not None:
-            return True  # it may have grown too old, and there is nobody to be told
+            return True  # it may have grown too old, and its process is gone
         round_ = core.state.round
         if isinstance(round_, StreamingRound):
             return key in round_.contributions

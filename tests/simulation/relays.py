@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from simulation.simulator import Simulation
 
 TICK_S = 0.2
-HUB = "hub"
 # Time for a relay to connect again.
 AGAIN_S = 0.5
-# Workers whose messages go over one connection.
+# Workers that share one connection.
 SHARING = 20
 
 
 class Sums:
-    """Instead of adding numbers it keeps what was added."""
+    """Instead of adding numbers it records the terms."""
 
     def __init__(self, records: dict[Key, Record]) -> None:
         self._records = records
@@ -95,7 +94,7 @@ class RelayHost:
     def _reach(self) -> None:
         """New connections to the hub; they come up when it can be reached."""
         links, usual = [], self.run.scenario.weather
-        # Of so many messages each stalls as seldom as those of one worker.
+        # Messages of many workers stall as seldom together as those of one.
         weather = replace(usual, stall=usual.stall / SHARING)
         for _ in range(2):
             connection = self.run.connection(self.hub, self.name, self._hears_hub, weather)

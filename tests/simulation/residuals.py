@@ -1,8 +1,8 @@
-"""What a simulated worker's pushes in few bits have left out, in whole numbers, so that sums are exact.
+"""What a simulated worker's quantized pushes have left out, in whole numbers, so that sums are exact.
 
 Of each chunk of a push the worker means a number and sends the multiple of STEP below it. It keeps its
 residual by what its boundary decides, and is held against what versions really contain: the residual of
-a chunk is what was meant with all pushes of which it is contained, less what was sent.
+a chunk is the sum of the numbers meant by all pushes that contain it, less the numbers sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sent:
     sent: list[int]
     seen: set[int] = field(default_factory=set)  # chunks in a version that was in the model
     kept: set[int] = field(default_factory=set)  # chunks that the residual takes as counted
-    is_settled: bool = False  # nobody waits for it
+    is_settled: bool = False  # its worker does not wait for it any more
 
     def left_out(self, index: int) -> int:
         return self.meant[index] - self.sent[index]
@@ -67,7 +67,7 @@ class Residuals:
                 self.settled_in_part += len(chunks)
 
     def merged(self, fragment: Fragment) -> None:
-        """The boundary has written it down: pushes that nobody waits for any more are settled."""
+        """The boundary has recorded it: pushes that are not awaited any more are settled."""
         open_ = {each.push_id for each in fragment.dropped}
         if fragment.in_flight is not None:
             open_.add(fragment.in_flight.push_id)

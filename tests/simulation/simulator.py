@@ -5,7 +5,7 @@
 A run has two parts. While there are *troubles*, workers are killed, come back, leave, join, lose single
 connections or the whole network. Then it is *calm*, and everyone who is left must get on: each worker
 has to see some of its pushes end, or the run fails. The referee checks every promise all the time. The
-same seed gives the same run; a failure names the seed and tells the story.
+same seed gives the same run; a failure names the seed and recounts the story.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from kit.core_harness import layered
 from simulation.broker import BrokerHost
 from simulation.disk import Disk
-from simulation.network import Connection, Listener, Weather, World
+from simulation.network import Clock, Connection, Listener, Weather, World
 from simulation.referee import Referee
-from simulation.relays import HUB, RelayHost
+from simulation.relays import RelayHost
+from simulation.standby import DRIFT, HUB, PLACES, STANDBY, StandbyHost, copy_checkpoints, look
 from simulation.tensors import Violation
 from simulation.training import Habits
 from simulation.troubles import NO_TROUBLES, Accidents, Troubles
@@ -52,12 +54,17 @@ class Scenario:
     work_s: float = 0.002  # longest time that a piece of tensor work takes at the broker
     save_s: float = 0.5  # longest time that a checkpoint takes
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
-    watch_s: float = 1.0  # how often the referee looks whether everybody gets on
+    watch_s: float = 1.0  # how often the referee checks that all workers make progress
     thoroughness: int = 1  # see `Referee`
     has_units: bool = False  # workers train on the units of a data set
     processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
     # What each relay connects to, the hub or another relay; of a worker its place is drawn.
     relays: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def places(self) -> int:
+        """Addresses that each worker knows."""
+        return 2 if self.config.standby else 1
 
     @property
     def cycle_s(self) -> float:
@@ -99,10 +106,9 @@ class Simulation:
         )
         self.referee.has_relays = bool(scenario.relays)
         self.relays: dict[str, RelayHost] = {}
-        self._relays_up_at: dict[str, float] = {}
+        self._up_at: dict[str, float] = {}  # by place, from when on it can be reached
         self._places: dict[str, str] = {}  # of workers, by process: where it connects
-        self.broker = BrokerHost(self.world, scenario, self.referee, self.disk, self.relays)
-        self.broker_up_at = 0.0
+        self.hub = self._broker(self.disk)
         self._routes = 0
         self.accidents = Accidents(self)
         for name in scenario.relays:
@@ -112,6 +118,14 @@ class Simulation:
         self._alive: list[Worker] = []
         self._calm_since: float | None = None
         self._goals: dict[str, list[int]] = {}
+        self.term: int | None = None  # of the standby, once it has taken over
+        self.standby: StandbyHost | BrokerHost | None = None
+        self.standby_disk = Disk(config.keep)
+        self.link_up_at = 0.0  # from when on the standby can reach the hub
+        if config.standby:
+            self.standby = StandbyHost(self)
+            copy_checkpoints(self)
+            look(self)
         self._watch()
 
     def run(self) -> Simulation:
@@ -142,7 +156,7 @@ class Simulation:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Whatever goes wrong in here is told with the seed and what led to it."""
+        """Errors in the body are raised with the seed and the story that led to them."""
         try:
             yield
         except Exception as error:
@@ -193,6 +207,8 @@ class Simulation:
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
             has_units=scenario.has_units,
+            places=scenario.places,
+            clock=self.clock(worker_id),
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)
@@ -212,9 +228,12 @@ class Simulation:
     def _connect(self, worker: Worker, to_worker: Listener) -> Connection:
         place, world = self.place_of(worker), self.world
         connection = self.connection(place, worker.name, to_worker)
-        reachable = max(world.now, worker.offline_until, self.up_at(place))
+        own = max(worker.offline_until, worker.reaches_at[worker.place])
+        reachable = max(world.now, own, self.up_at(place))
         connection.comes_up(reachable + world.dice.expovariate(1 / 0.1))
         world.after(connection.is_up_at - world.now, lambda: self.host(place).connects(connection))
+        if world.now < worker.reaches_at[worker.place] and world.dice.random() < 0.5:
+            self.finds_out(connection, world.dice.uniform(0, 0.3))  # it is refused at once
         return connection
 
     def connection(
@@ -231,18 +250,73 @@ class Simulation:
             to_worker=to_worker,
         )
 
-    # Relays.
+    # Brokers and relays.
 
-    def host(self, place: str) -> BrokerHost | RelayHost:
-        return self.relays.get(place, self.broker)
+    @property
+    def broker(self) -> BrokerHost:
+        """The one that has the run."""
+        if self.term is not None:
+            assert isinstance(self.standby, BrokerHost)
+            return self.standby
+        return self.hub
+
+    def host(self, place: str) -> BrokerHost | RelayHost | StandbyHost:
+        if place == STANDBY:
+            assert self.standby is not None
+            return self.standby
+        return self.relays.get(place, self.hub)
 
     def up_at(self, place: str) -> float:
-        return self._relays_up_at.get(place, self.broker_up_at)
+        return self._up_at.get(place, 0.0)
+
+    def is_away(self, place: str, seconds: float) -> None:
+        """It cannot be reached for this many seconds."""
+        self._up_at[place] = max(self.up_at(place), self.world.now + seconds)
+
+    def _broker(self, disk: Disk | None, place: str = HUB, **given: Any) -> BrokerHost:
+        parts = (self.world, self.scenario, self.referee, disk, self.relays)
+        return BrokerHost(*parts, clock=self.clock(place), **given)
+
+    def clock(self, machine: str) -> Clock:
+        """Clocks differ where leases depend on them. They are not drawn from the world's dice."""
+        is_exact = not self.scenario.config.standby
+        rate = 1.0 if is_exact else Random(f"{self.seed} {machine}").uniform(1 - DRIFT, 1 + DRIFT)
+        return Clock(self.world, rate)
+
+    def begin_anew(self, place: str) -> None:
+        """Start the next incarnation of the host that was killed there."""
+        if place == HUB and not self.hub.is_alive:
+            self.hub = self._broker(self.disk, is_replaced=self.term is not None)
+        elif place == STANDBY and self.standby is not None and not self.standby.is_alive:
+            self.standby = StandbyHost(self) if self.term is None else self._successor(self.term)
+
+    # The standby.
+
+    @property
+    def hub_answers(self) -> bool:
+        """Whether the standby can reach the hub."""
+        return self.hub.is_alive and self.world.now >= max(self.up_at(HUB), self.link_up_at)
+
+    def takes_over(self, term: int) -> None:
+        assert self.standby is not None
+        self.hub.is_replaced_now()
+        self.standby.dies()
+        self.standby, self.term = self._successor(term), term
+        for process in self.alive:
+            process.online_since = max(process.online_since, self.world.now)
+            self.accidents.may_begin_another_run(process, self.standby_disk)
+            if process.place and process.connections is not None:
+                self.finds_out(process.connections[0], self.world.dice.uniform(0, 0.5))
+
+    def _successor(self, term: int) -> BrokerHost:
+        return self._broker(self.standby_disk, STANDBY, term=term)
+
+    # Relays.
 
     def place_of(self, worker: Worker) -> str:
         """Where this process connects."""
         if not self.scenario.relays:
-            return HUB
+            return PLACES[worker.place]
         if worker.name not in self._places:
             self.moves(worker)
         return self._places[worker.name]
@@ -251,12 +325,12 @@ class Simulation:
         self._places[worker.name] = self.world.dice.choice((HUB, *self.scenario.relays))
 
     def relay_begins(self, name: str) -> None:
-        self._relays_up_at[name] = self.world.now
+        self._up_at[name] = self.world.now
         self.relays[name] = RelayHost(self, name, self.scenario.relays[name])
 
     def relay_is_away(self, name: str, seconds: float) -> None:
-        """A relay was killed, and begins again in so long; those behind it find that out."""
-        up_at = self._relays_up_at[name] = self.world.now + seconds
+        """A relay was killed, and begins again after `seconds`; its workers and relays find that out."""
+        up_at = self._up_at[name] = self.world.now + seconds
         self.world.at(up_at, lambda: self.relay_begins(name))
         for process in self.alive:
             if self._places.get(process.name) == name:
@@ -268,7 +342,7 @@ class Simulation:
                 self.world.after(self.world.dice.uniform(0, 0.5), each.loses_touch)
 
     def finds_out(self, connection: Connection, seconds: float) -> None:
-        """Whoever has opened this connection finds out in so long that it broke."""
+        """The process that opened this connection finds out after `seconds` that it broke."""
         relay = self.relays.get(connection.owner)
         if relay is not None:
             self.world.after(seconds, lambda: relay.loses_touch(connection))
@@ -285,12 +359,6 @@ class Simulation:
         for _ in range(floor - staying):
             self.newcomer()
 
-    def begin_anew(self) -> None:
-        if not self.broker.is_alive:
-            self.broker = BrokerHost(
-                self.world, self.scenario, self.referee, self.disk, self.relays
-            )
-
     # Getting on.
 
     def _watch(self) -> None:
@@ -304,7 +372,7 @@ class Simulation:
         return self.world.now > (self._calm_since or 0.0) + 2.0 and not self._laggards()
 
     def _laggards(self) -> list[str]:
-        """Who has not seen enough of its pushes end since it is calm."""
+        """Workers that have not seen enough of their pushes end since it is calm."""
         pieces, slow = self.scenario.config.num_fragments, []
         for process in self.alive:
             endings = [process.training.endings.get(piece, 0) for piece in range(pieces)]

@@ -8,7 +8,7 @@ What the outer optimizer remembers is how many gradients it has had, and which a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
@@ -125,7 +125,7 @@ class CodedWire(Coded):
 
 
 def as_held(wires: Iterable[Any]) -> tuple[Wire, ...]:
-    """The chunks as who holds all of them has them."""
+    """The chunks as a worker holds them."""
     return tuple(wire.whole if isinstance(wire, CodedWire) else wire for wire in wires)
 
 
@@ -139,7 +139,7 @@ class Memory:
 
 @dataclass
 class Record:
-    """What became of one push. Times are seconds."""
+    """The history of one push. Times are seconds."""
 
     process: str  # the name of the worker's process
     push: Push
@@ -156,7 +156,7 @@ class Record:
     is_lost: bool = False  # a broker came back without the version that it was counted in
 
     def is_in(self, key: Key, index: int, wire: Wire) -> bool:
-        """Whether a chunk of this push, or the one in its place, is in a version."""
+        """Whether a chunk of this push, or the one that spares it, is in a version."""
         return key in wire.contents or self.spared.get(index, key) in wire.contents
 
     def is_whole_in(self, key: Key, wires: Iterable[Wire]) -> bool:
@@ -169,6 +169,18 @@ class Record:
             f"offered at {self.offered_at:.2f}, whole at {self.whole_at}, in {self.counted_in}, its "
             f"worker heard {self.ending}"
         )
+
+
+class Copies(dict[Key, Record]):
+    """The records as they are now, for a broker that the referee does not follow any more."""
+
+    def __init__(self, records: dict[Key, Record]) -> None:
+        super().__init__({key: replace(each, taken={*each.taken}) for key, each in records.items()})
+        self._records = records
+
+    def __missing__(self, key: Key) -> Record:
+        self[key] = replace(self._records[key], taken=set())
+        return self[key]
 
 
 class Tensors:
@@ -201,7 +213,7 @@ class Tensors:
         return FragmentTensors(chunks, {"memory": memories})
 
     def _memory_of(self, spot: Spot) -> Memory:
-        """Of what was adopted from workers, and has had no step since, it is as in `_step`."""
+        """Of chunks adopted from workers, which have had no step since, it is as in `_step`."""
         found = self._memories.get(spot)
         if found is not None:
             return found
@@ -233,7 +245,7 @@ class Tensors:
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         match work:
             case effects.SetOuterOptimizer():
-                raise AssertionError("nobody operates a simulated broker")
+                raise AssertionError("a simulated broker has no operator")
             case effects.Revert(fragment):
                 if self._checkpoint is not None:
                     put_back(self, fragment, self._checkpoint)

@@ -1,63 +1,58 @@
-"""A run goes on through takeovers by its standby, and each push counts once in it."""
+"""A standby takes over in whole runs: promises hold before and after, and one broker has the run."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from diloco_broker.standby import fence
-from simulation.takeover import Faults, Takeover
+from kit.core_harness import a_config
+from simulation.scenarios import MODES, a_scenario
+from simulation.simulator import NO_TROUBLES, Scenario, Simulation
+from simulation.standby import HUB
 
-# Nothing happens by itself.
-QUIET = Faults(0.0, 0.0, 0.0, 0.0)
-MODES: dict[str, dict[str, Any]] = {
-    "async": {"mode": "async"},
-    "fragments": {"num_fragments": 2, "sync_every": 10},
-}
+ADOPT = 1  # of `SAVING`
+
+
+def with_standby(scenario: Scenario) -> Scenario:
+    """The hub is killed and cut off for longer than its lease, and its standby is killed as well."""
+    troubles = replace(scenario.troubles, restarts=0.03, orderly=0.0, restart_s=6.0)
+    troubles = replace(troubles, hub_cuts=0.03, splits=0.03, standby_kills=0.02)
+    config = replace(scenario.config, standby=True, lease=3.0)
+    return replace(scenario, config=config, troubles=troubles)
+
+
+EACH_MODE = [
+    mode if mode == "streaming" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES
+]
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, 3))]
 )
-def test_a_run_keeps_its_promises_through_takeovers(seed: int) -> None:
-    run = Takeover(seed).run()
-    assert not run.refused
-    assert {name for name, _ in run.releases} == ({"hub", "standby"} if run.taken_over else {"hub"})
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("mode", EACH_MODE)
+def test_every_promise_holds_through_takeovers(mode: str, streams: bool, seed: int) -> None:
+    run = Simulation(with_standby(a_scenario(mode, streams, seed, ADOPT)), seed).run()
+    assert run.referee.versions_made > 0
+    assert run.counted() > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_goes_on_at_the_standby(mode: str) -> None:
-    run = Takeover(1, QUIET, **MODES[mode])
-
-    def dies() -> None:
-        run.hosts["hub"].dies()
-
-    run.world.after(40.0, dies)
-    run.run(80.0)
-    assert run.taken_over == 1
-    hub, standby = (
-        [at for name, at in run.releases if name == wanted] for wanted in ("hub", "standby")
+@pytest.mark.parametrize("fields", [{"mode": "async"}, {"num_fragments": 2}], ids=str)
+def test_workers_follow_to_the_standby_of_a_hub_that_is_gone(fields: dict[str, Any]) -> None:
+    config = a_config(
+        3, save_dir="run", standby=True, lease=3.0, sync_every=8, recover_wait=5.0, **fields
     )
-    assert hub and standby and hub[-1] < standby[0]
-
-
-@pytest.mark.nightly
-def test_a_hub_without_a_fence_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence, "may_release", lambda _: True)
-    monkeypatch.setattr(fence, "holds_rounds", lambda _: False)
-    monkeypatch.setattr(fence, "sends_away", lambda _: [])
-    with pytest.raises(AssertionError, match="the hub releases a version, and was replaced"):
-        run_all(range(20))
-
-
-def run_all(seeds: range) -> None:
-    for seed in seeds:
-        Takeover(seed).run()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(5))
-def test_every_mode_keeps_its_promises_through_takeovers(mode: str, seed: int) -> None:
-    Takeover(seed, **MODES[mode]).run()
+    run = Simulation(Scenario(config, workers=3, speeds=(1.0, 1.0), troubles=NO_TROUBLES), seed=1)
+    for _ in range(3):
+        run.newcomer()
+    run.passes(30.0)
+    before = run.referee.versions_made
+    run.hub.dies()
+    run.is_away(HUB, math.inf)
+    run.passes(60.0)
+    assert run.term == 1
+    assert before > 5
+    assert run.referee.versions_made > before + 5

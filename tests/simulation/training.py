@@ -166,7 +166,7 @@ class Training:
     # The ports.
 
     def clock(self) -> float:
-        return self.worker.world.now
+        return self.worker.now()
 
     def draw(self) -> int:
         return self.worker.world.dice.getrandbits(64)
@@ -263,4 +263,4 @@ class Training:
         inbox.is_news = True
         inbox.publish(self.worker.session)
         heard = inbox.last_heard
-        return inbox.state(silence=None if heard is None else self.worker.world.now - heard)
+        return inbox.state(silence=None if heard is None else self.worker.now() - heard)

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: who is struck when, and what follows from it at both ends."""
+"""Faults of a simulated run: which host has which fault when, and how both ends notice it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco_protocol.errors import Code
+from simulation.disk import Disk
 from simulation.network import Connection
+from simulation.standby import HUB, PLACES, STANDBY, StandbyHost
 from simulation.worker import Worker
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ class Troubles:
     seconds: float = 60.0  # how long there are troubles
     kills: float = 0.1  # a process dies; mostly one with the same id comes back after a while
     breaks: float = 0.3  # a single connection breaks
-    outages: float = 0.05  # a worker is cut off for some seconds, and nobody is told
+    outages: float = 0.05  # a worker is cut off for some seconds, without a sign
     leaves: float = 0.04  # a worker finishes
     joins: float = 0.06  # a new one comes
     hangs: float = 0.0  # a training loop stands still, heartbeats go on
@@ -32,8 +34,14 @@ class Troubles:
     fulls: float = 0.0  # the disk is full for a while
     relay_kills: float = 0.0  # a relay is killed; the next one is back after `back_s`
     relay_cuts: float = 0.0  # a relay's connections to the hub break, for `outage_s`
+    hub_cuts: float = 0.0  # the hub cannot be reached for `outage_s`
+    hub_stops: float = 0.0  # the hub's process stands still for `freeze_s`
+    splits: float = (
+        0.0  # hub and standby, each with some of the workers, lose each other for `outage_s`
+    )
+    standby_kills: float = 0.0  # a standby is killed; the next one is back after `back_s`
     moves: float = 0.0  # a worker turns to another relay, or to the hub
-    silent: float = 0.3  # share of the kills that nobody hears of
+    silent: float = 0.3  # share of the kills without a sign
     returns: float = 0.6  # share of the killed whose id comes back; half of the others are replaced
     orderly: float = 0.2  # share of the restarts that are orderly
     back_s: float = 3.0  # until a killed process is back
@@ -57,7 +65,7 @@ class Fault:
 
 
 class Accidents:
-    """Strikes a simulation at the rates of its troubles, until it is told to stop."""
+    """Strikes a simulation at the rates of its troubles, until `end`."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.faults: list[Fault] = []
@@ -70,18 +78,22 @@ class Accidents:
     def begin(self) -> None:
         troubles = self._troubles
         for action, rate in (
-            (self._on_somebody("kill", self._kill), troubles.kills),
+            (self._on_a_worker("kill", self._kill), troubles.kills),
             (self._break, troubles.breaks),
-            (self._on_somebody("outage", self._cut_off), troubles.outages),
-            (self._on_somebody("leave", Worker.leaves), troubles.leaves),
+            (self._on_a_worker("outage", self._cut_off), troubles.outages),
+            (self._on_a_worker("leave", Worker.leaves), troubles.leaves),
             (self._join, troubles.joins),
-            (self._on_somebody("hang", self._hang), troubles.hangs),
-            (self._on_somebody("freeze", self._freeze), troubles.freezes),
+            (self._on_a_worker("hang", self._hang), troubles.hangs),
+            (self._on_a_worker("freeze", self._freeze), troubles.freezes),
             (self._restart, troubles.restarts),
             (self._fill_disk, troubles.fulls),
             (self._kill_relay, troubles.relay_kills),
             (self._cut_relay, troubles.relay_cuts),
-            (self._on_somebody("move", self._move), troubles.moves),
+            (self._on_a_worker("move", self._move), troubles.moves),
+            (self._cut_hub, troubles.hub_cuts),
+            (self._kill_standby, troubles.standby_kills),
+            (self._stop_hub, troubles.hub_stops),
+            (self._split, troubles.splits),
         ):
             self._repeat(action, rate)
 
@@ -113,7 +125,7 @@ class Accidents:
 
     # Processes.
 
-    def _on_somebody(self, kind: str, does: Callable[[Worker], None]) -> Callable[[], None]:
+    def _on_a_worker(self, kind: str, does: Callable[[Worker], None]) -> Callable[[], None]:
         def strike() -> None:
             victim = self._victim()
             if victim is not None:
@@ -123,7 +135,7 @@ class Accidents:
         return strike
 
     def _kill(self, victim: Worker) -> None:
-        """A process dies; its host may die with it, and then nobody hears of it."""
+        """A process dies; if its host dies with it, no connection breaks."""
         dice, troubles = self._dice, self._troubles
         victim.dies()
         silent = dice.random() < troubles.silent
@@ -204,19 +216,80 @@ class Accidents:
     def _crash(self) -> None:
         """The broker is gone; another one comes up after a while."""
         world, dice, run = self._world, self._dice, self._run
+        place, disk = (HUB, run.disk) if run.term is None else (STANDBY, run.standby_disk)
         world.tell("broker", "is gone")
         run.broker.dies()
-        run.broker_up_at = world.now + self._about(self._troubles.restart_s)
-        world.at(run.broker_up_at, run.begin_anew)
+        run.is_away(place, self._about(self._troubles.restart_s))
+        up_at = run.up_at(place)
+        world.at(up_at, lambda: run.begin_anew(place))
         for relay in run.relays.values():
             world.after(dice.uniform(0, 0.5), partial(relay.loses_touch, relay.uplinks[0]))
+        if isinstance(run.standby, StandbyHost):
+            run.standby.loses_hub()
         for process in run.alive:
-            process.online_since = max(process.online_since, run.broker_up_at)
-            if run.disk is None or run.disk.newest is None:
-                # A run that nobody has brought back goes on under another name.
-                process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
-            if process.connections is not None and dice.random() < 0.8:
+            process.online_since = max(process.online_since, up_at)
+            self.may_begin_another_run(process, disk)
+            is_here = process.place == (place == STANDBY)
+            if is_here and process.connections is not None and dice.random() < 0.8:
                 self.finds_out(process, process.connections[0], dice.uniform(0, 0.5))
+
+    def may_begin_another_run(self, process: Worker, disk: Disk | None) -> None:
+        """A run that is not recovered begins anew under another name."""
+        if disk is None or disk.newest is None:
+            process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
+
+    def _cut_hub(self) -> None:
+        """The hub goes on without its workers and its standby; all find out in their own time."""
+        run, dice = self._run, self._dice
+        if not run.hub.is_alive:
+            return
+        self._strikes("hub cut")
+        seconds = self._about(self._troubles.outage_s)
+        self._world.tell(HUB, f"is cut off for {seconds:.1f} s")
+        run.is_away(HUB, seconds)
+        if isinstance(run.standby, StandbyHost):
+            run.standby.loses_hub()
+        for connection in run.hub.connections:
+            connection.sever()
+            connection.is_found_gone(dice.choice((0.1, 3.0, 10.0)) * dice.random())
+        for process in run.alive:
+            process.online_since = max(process.online_since, run.up_at(HUB))
+            if process.connections is not None and not process.place and dice.random() < 0.7:
+                self.finds_out(process, process.connections[0], seconds * dice.random())
+
+    def _stop_hub(self) -> None:
+        self._strikes("hub stop")
+        seconds = self._about(self._troubles.freeze_s)
+        self._world.tell(HUB, f"is stopped for {seconds:.1f} s")
+        self._run.hub.is_stopped_for(seconds)
+
+    def _split(self) -> None:
+        """Each worker reaches only the hub or only the standby, which do not reach each other."""
+        run, dice = self._run, self._dice
+        if not isinstance(run.standby, StandbyHost):
+            return
+        self._strikes("split")
+        until = self._world.now + self._about(self._troubles.outage_s)
+        run.link_up_at = max(run.link_up_at, until)
+        run.standby.loses_hub()
+        for process in run.alive:
+            lost = dice.randrange(2)
+            self._world.tell(process.name, f"does not reach {PLACES[lost]} until {until:.1f}")
+            process.reaches_at = [until if place == lost else 0.0 for place in range(2)]
+            if process.connections is not None and process.place == lost:
+                for connection in process.all_connections:
+                    connection.sever()
+                    connection.is_found_gone(self._about(0.5))
+                self.finds_out(process, process.connections[0], self._about(0.5))
+
+    def _kill_standby(self) -> None:
+        run = self._run
+        if isinstance(run.standby, StandbyHost) and run.standby.is_alive:
+            self._strikes("standby kill")
+            self._world.tell(STANDBY, "is killed")
+            run.standby.dies()
+            run.is_away(STANDBY, self._about(self._troubles.back_s))
+            self._world.at(run.up_at(STANDBY), lambda: run.begin_anew(STANDBY))
 
     def _fill_disk(self) -> None:
         disk, world = self._run.disk, self._world

@@ -1,7 +1,7 @@
 """Workers of a simulated run train on units of a data set, one with each step, as long as they get some.
 
-At the end each unit that the broker has as counted must be in the versions once, by what was really
-trained for their pushes; and no other unit may be.
+At the end each unit that the broker considers counted must be in the versions once, according to the
+steps that were trained for their pushes; and no other unit may be.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def times_contained(run: Simulation) -> Counter[int]:
 
 
 def counted(run: Simulation) -> set[int]:
-    """The tickets that the broker has as counted."""
+    """The tickets that the broker considers counted."""
     data = run.broker.core.state.data.sets[NAME]
     open_ = data.uncounted
     return {ticket for ticket in range(data.next) if ticket not in open_}

@@ -38,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 H, STEP_S = 4, 225.0  # a worker of speed 1 makes its H steps in a quarter of an hour
 SPEEDS = (0.85, 1.2)
-# How often the broker sends a silent worker a word; it is a second in earnest.
+# How often the broker probes a silent worker; a second outside simulated weeks.
 PROBE_S = 600.0
 HEARTBEAT_S = 400.0
 # A connection that never breaks counts as broken after this silence.

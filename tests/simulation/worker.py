@@ -25,7 +25,7 @@ from diloco_worker.transport.executor import Executor
 from diloco_worker.transport.inbox import Inbox
 from simulation.fragments import Fragments
 from simulation.lanes import Lanes
-from simulation.network import INSTANT_S, Connection, Listener, World
+from simulation.network import INSTANT_S, Clock, Connection, Listener, World
 from simulation.referee import Referee
 from simulation.tensors import Delta, Violation
 from simulation.training import Habits, Training
@@ -41,7 +41,8 @@ class Worker:
     """A worker's process: see the head of this module.
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
-    connection, whose listener is called with what comes down on it. `has_units`: it trains on units.
+    connection, whose listener is called with each message to the worker. `has_units`: it trains on
+    units. `places` is the number of addresses that it knows.
     """
 
     def __init__(
@@ -55,8 +56,11 @@ class Worker:
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
         has_units: bool = False,
+        places: int = 1,
+        clock: Clock | None = None,
     ) -> None:
         self.world = world
+        self._clock = clock or Clock(world)
         self.referee = referee
         self.name = name
         self.worker_id = worker_id
@@ -91,12 +95,14 @@ class Worker:
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self.shortcut = ""
+        self.place = 0  # number of the address that it uses
+        self.reaches_at = [0.0] * places  # from when on it can reach each of them
         self._connect = connect
         self._held: dict[int, VersionId] = {}  # the last that was delivered, by fragment
         self._tick_at: float | None = None
         self._ticks: tuple[float, int] = (0.0, 0)  # how many at the latest moment
         self._command_at = 0.0
-        self._has_asked = False  # the session, for anything, at the event at hand
+        self._has_asked = False  # the session has asked for an effect at the current event
         self._plan = 0  # number of the latest plan to let the training thread go on
         self._is_nudged = False
 
@@ -118,11 +124,11 @@ class Worker:
     # Life.
 
     def start(self) -> None:
-        self._feed(events.Start())
+        self._feed(events.Start(len(self.reaches_at)))
         self._train_on(after=0.0)
 
     def dies(self) -> None:
-        """Killed: nothing is said to anybody. What becomes of its connections is not decided here."""
+        """Killed without a message. Its connections are left to the caller."""
         self.world.tell(self.name, "is killed")
         self._is_gone()
 
@@ -137,12 +143,12 @@ class Worker:
         self._nudge()
 
     def hangs(self, seconds: float) -> None:
-        """Its training loop stands still for so long, between two steps; nothing else does."""
+        """Its training loop stands still between two steps; nothing else does."""
         self.world.tell(self.name, f"hangs for {seconds:.1f} s")
         self.hangs_until = max(self.hangs_until, self.world.now + seconds)
 
     def freezes(self, seconds: float) -> None:
-        """The whole process stands still for so long; its connections do not break."""
+        """The whole process stands still; its connections do not break."""
         self.world.tell(self.name, f"is stopped for {seconds:.1f} s")
         self.frozen_until = max(self.frozen_until, self.world.now + seconds)
         self.online_since = max(self.online_since, self.frozen_until)
@@ -197,8 +203,11 @@ class Worker:
         self._is_gone()
 
     def _plan_tick(self) -> None:
-        at = self.session.wakes_at()
-        if at is None or (self._tick_at is not None and self._tick_at <= at):
+        wakes_at = self.session.wakes_at()
+        if wakes_at is None:
+            return
+        at = self._clock.in_world(wakes_at)
+        if self._tick_at is not None and self._tick_at <= at:
             return
         # Sums of floats are inexact: a deadline has passed for sure an instant later.
         self._tick_at = at = max(at, self.world.now) + INSTANT_S
@@ -216,7 +225,7 @@ class Worker:
         self.world.after(at - self.world.now, lambda: self._awake(tick))
 
     def _notice(self, effect: effects.Effect) -> None:  # noqa: C901  a case for each effect
-        """The session asks for this: tell the story and the referee before it is done."""
+        """Record an effect in the story and with the referee before it is carried out."""
         self._has_asked = True
         match effect:
             case effects.Deliver():
@@ -275,7 +284,7 @@ class Worker:
             self.world.after(between, lambda: self._awake(share_out))
 
     def is_told(self, event: events.Event) -> None:
-        """Another process of this worker has told it of this."""
+        """Another process of this worker reports an event."""
         self._awake(lambda: self._feed(event) if self.connections is not None else None)
 
     def payload_of(self, push_id: int, fragment: int, index: int) -> Any:
@@ -284,9 +293,10 @@ class Worker:
     # Connections; see `diloco_worker.transport.executor.Network`.
 
     def now(self) -> float:
-        return self.world.now
+        return self._clock.now
 
     def connect(self, place: int = 0) -> None:
+        self.place = place
         control, bulk = self._connect(self, self.hears), self._connect(self, self.hears)
         self.connections = (control, bulk)
 

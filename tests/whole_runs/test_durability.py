@@ -35,7 +35,7 @@ pytest_plugins = ("kit.process_fixtures",)
 
 @dataclass
 class Walker:
-    """A worker that pushes one pseudo-gradient after the other until it is told that it is enough."""
+    """A worker that pushes one pseudo-gradient after the other until `enough` is set."""
 
     number: int
     address: str
@@ -64,7 +64,7 @@ class Walker:
 
 @contextmanager
 def walking(workers: int, address: str, least: int, pieces: int = 1) -> Iterator[list[Walker]]:
-    """Workers in threads, each for so many pushes at least; at the end they are told it is enough."""
+    """Workers in threads, each for at least `least` pushes, until the body is over."""
     walkers = [Walker(number, address, pieces) for number in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
         runs = [pool.submit(walker.run, least) for walker in walkers]
@@ -73,7 +73,7 @@ def walking(workers: int, address: str, least: int, pieces: int = 1) -> Iterator
         finally:
             for walker in walkers:
                 walker.enough.set()
-        # In rounds the others wait for whoever has one push to make yet.
+        # In rounds the others wait for a worker that still has to push.
         for run in runs:
             run.result(PATIENCE_S)
 
@@ -83,8 +83,8 @@ def final_of(address: str) -> GlobalParameters:
         return client.pull()
 
 
-def all_go_on(walkers: list[Walker], pushes: int) -> None:
-    """Wait until each of them has made so many more."""
+def wait_for_pushes(walkers: list[Walker], pushes: int) -> None:
+    """Wait until each of them has made this many more pushes."""
     wanted = [walker.done + pushes for walker in walkers]
     wait_for(lambda: all(w.done >= least for w, least in zip(walkers, wanted, strict=True)))
 
@@ -104,13 +104,13 @@ def history(audit: Path, fragment: int, version: VersionId) -> list[dict[str, An
 def replay(
     lines: list[dict[str, Any]], walkers: list[Walker], start: Tensor, rule: dict[str, float]
 ) -> Tensor:
-    """The parameters of a fragment: torch's own SGD on the means of what was counted."""
+    """The parameters of a fragment: torch's own SGD on the means of the counted pushes."""
     weight = nn.Parameter(start.clone())
     outer = torch.optim.SGD([weight], **rule, nesterov=rule["momentum"] > 0)  # type: ignore[arg-type]
     deltas = {i: delta(w.number, n) for w in walkers for i, (_, n) in w.pushes.items()}
     for line in lines:
         if line["pushes"]:
-            assert all(push["chunks"] == "all" for push in line["pushes"]), "nobody has died"
+            assert all(push["chunks"] == "all" for push in line["pushes"]), "no worker has died"
             parts = [deltas[push["push_id"]] for push in line["pushes"]]
             weight.grad = torch.stack(parts).mean(0)
             outer.step()
@@ -151,12 +151,12 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     times = []
     with walking(3, options["bind"], 2 * pieces, pieces) as walkers:
         for _ in range(kills):
-            all_go_on(walkers, 1)
+            wait_for_pushes(walkers, 1)
             threading.Event().wait(draw.uniform(0, 0.15))  # the moment is the fault
             broker.kill()
             began = time.monotonic()
             broker = processes.broker(**options)
-            all_go_on(walkers, 2)  # the first may have been over when it was killed
+            wait_for_pushes(walkers, 2)  # the first may have been over when it was killed
             times.append(time.monotonic() - began)
     final = final_of(options["bind"])
     assert max(times) < 10, f"from the start to the second round that is over: {times} s"

@@ -8,6 +8,8 @@ import random
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
         assert sum("could not be written: File too large" in text for text in texts) == 1
         broker.says("ERROR The checkpoint before round 3 could not be written")
         assert load(found(folder)[0]).number == 2
-        # No rubbish: what was begun is cleared away, save for what is tried right now.
+        # Unfinished saves are removed, except for the one that is being tried now.
         wait_for(lambda: [path.name[0] for path in folder.iterdir() if path.is_dir()] == ["c", "c"])
         broker.may_write(-1)
         final = pushes_and_pulls(client, 5, 6)
@@ -90,7 +92,7 @@ def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: P
 def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """What could not be written may be missing; what is there can be read."""
+    """Lines that could not be written may be missing; all others can be read."""
     audit = tmp_path / "audit"
     broker = processes.broker(audit=str(audit))
     with a_client(broker.address()) as client:
@@ -131,19 +133,26 @@ def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
 LARGE = {"chunk_elements": 1 << 19, "wire_dtype": "fp32", "keep": 1}
 
 
+@contextmanager
+def large(broker: Child, rounds: int) -> Iterator[DiLoCoClient]:
+    """A worker with 20 MB of parameters, for which the broker has as much momentum."""
+    model = Layers(5, size=1000)
+    with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
+        client.join(model)
+        for _ in range(rounds):
+            client.push({name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()})
+            client.pull()
+        yield client
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 def test_the_loop_itself_writes_nothing_of_a_checkpoint(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """20 MB of parameters and as much momentum a save; the bytes that the loop's thread writes."""
+    """The bytes that the loop's thread writes in three saves."""
     broker = processes.broker(**LARGE, save_dir=str(tmp_path))
-    model = Layers(5, size=1000)
-    with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
-        client.join(model)
-        for _ in range(3):
-            client.push({name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()})
-            client.pull()
+    with large(broker, rounds=3) as client:
         wait_for(lambda: client.status()["checkpoint"]["round"] == 3)
         assert bytes_written(f"/proc/{broker.pid}/io") > 40e6, "by all threads"
         assert bytes_written(f"/proc/{broker.pid}/task/{broker.pid}/io") < 1e6, "by the loop's"
@@ -157,14 +166,9 @@ def bytes_written(file: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_no_copy_of_the_model_is_made_to_save_it(processes: Processes, tmp_path: Path) -> None:
-    """20 MB of parameters and as much momentum; the peak of the process's memory while it saves."""
+    """The peak of the process's memory while it saves."""
     broker = processes.broker(**LARGE, save_dir=str(tmp_path), save_every=100)
-    model = Layers(5, size=1000)
-    with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
-        client.join(model)
-        for _ in range(2):
-            client.push({name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()})
-            client.pull()
+    with large(broker, rounds=2) as client:
         Path(f"/proc/{broker.pid}/clear_refs").write_text("5")  # the peak begins anew
         before = peak_bytes(broker)
         assert client.control("save").ok
@@ -197,7 +201,7 @@ def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
             assert_equal(each, replace(a_checkpoint(each.number, seed=each.number), life=each.life))
     FolderLock(folder).release()
     left = {path.name for path in folder.iterdir()}
-    assert left == {LOCK, *(path.name for path in found(folder))}, "rubbish is cleared away"
+    assert left == {LOCK, *(path.name for path in found(folder))}, "unfinished saves are removed"
 
 
 def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> None:
@@ -216,10 +220,10 @@ def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> 
     assert_equal(load(checkpoint.save(tmp_path, adopted, keep=3)), adopted)
 
 
-def test_checkpoint_that_is_written_again_is_never_away(
+def test_checkpoint_that_is_written_again_never_disappears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only one there is, asked for twice: at no moment is there none."""
+    """The only one is requested twice."""
     made = a_checkpoint(4)
     checkpoint.save(tmp_path, made, keep=1)
     rename = Path.rename

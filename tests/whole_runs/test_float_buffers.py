@@ -6,8 +6,7 @@ BatchNorm's variance is the reason: below zero it makes NaN of every evaluation.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.chunked_model import a_part, fold, read, wire
-from kit.raw_worker import Header, RawWorker
 from kit.reference import Trainee
 from kit.whole_run import joined, make_config, run
 
@@ -191,40 +189,6 @@ def test_stale_and_late_work_keeps_buffers_in_range(options: dict[str, Any]) -> 
             if worker is clients[0]:
                 now = worker.pull().tensors
                 assert_in_unit_range(now, f"after push {number}")
-
-
-# What is sent.
-
-
-def entries() -> list[Header]:
-    trained = {"name": "weight", "shape": [4], "dtype": "float32", "kind": "trainable"}
-    return [trained, {**trained, "name": "variance", "kind": "buffer"}]
-
-
-@contextmanager
-def joined_raw(**options: Any) -> Iterator[tuple[RawWorker, Header]]:
-    """A worker that holds the first version of four weights and four variances, and its welcome."""
-    with (
-        Broker(make_config(workers=1, chunk_elements=4, **options)) as broker,
-        RawWorker(broker.address, "a") as worker,
-    ):
-        welcome = worker.join(entries())
-        worker.donate(torch.ones(8))
-        worker.pull(8)
-        yield worker, welcome
-
-
-def test_buffers_of_a_push_are_values_whatever_its_base() -> None:
-    """As when a worker was stopped past its heartbeat timeout and comes back with an old delta."""
-    with joined_raw(outer_lr=1.0, outer_momentum=0.0) as (worker, welcome):
-        assert welcome["config"]["buffers"] == "values"
-        first = worker.version
-        for push_id, value in enumerate((0.75, 0.25, 0.5)):
-            worker.version = first
-            delta = torch.cat([torch.zeros(4), torch.full((4,), value)])
-            worker.push(push_id, delta, buffers="values")
-            got = worker.pull(8, after=push_id)
-            assert got.tolist() == [1.0] * 4 + [value] * 4
 
 
 # Merging at a worker.

@@ -1,4 +1,4 @@
-"""What a stranger gets: the wheel in a new environment, without extras, and nothing of this checkout."""
+"""The wheel in a new environment, without extras and without this checkout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,41 +77,27 @@ def test_daemon_hook_and_displays_of_the_base_install_work_together(
     commands: Path, broker: tuple[str, str], tmp_path: Path
 ) -> None:
     server, feed = broker
-    trained = subprocess.run(
-        [str(commands / "python"), str(FOLDER / "plain_loop.py"), "--steps", "40"],
-        env={"PATH": "", "DILOCO_SERVER": server},
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-    )
-    assert trained.returncode == 0, trained.stderr
-    assert "after 4 pushes" in trained.stdout
-    shown = subprocess.run(
-        [str(commands / "diloco-top"), feed, "--json"],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-    )
-    assert '"rounds": 4' in shown.stdout, shown.stderr
+    script = (commands / "python", FOLDER / "plain_loop.py", "--steps", "40")
+    environment = {"PATH": "", "DILOCO_SERVER": server}
+    assert "after 4 pushes" in _output(*script, cwd=tmp_path, env=environment)
+    assert '"rounds": 4' in _output(commands / "diloco-top", feed, "--json", cwd=tmp_path)
     assert "diloco" in _full_screen([str(commands / "diloco-top"), feed])
 
 
-def test_every_command_says_how_it_is_used(commands: Path) -> None:
+def test_every_command_has_a_help_page(commands: Path) -> None:
     names = sorted(each.name for each in commands.glob("diloco-*"))
     assert {"diloco-broker", "diloco-worker", "diloco-top"} <= set(names)
     for name in names:
-        said = subprocess.run(
-            [str(commands / name), "--help"],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=ENDS_WITHIN_S,
-        )
-        assert said.returncode == 0 and "Usage" in said.stdout, f"{name}: {said.stderr}"
+        assert "Usage" in _output(commands / name, "--help"), name
+
+
+def _output(*command: str | Path, **options: Any) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, check=False, capture_output=True, text=True, timeout=ENDS_WITHIN_S, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
 
 
 def _full_screen(command: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The processes of one worker decide alike: through new settings, restarts, and after they have left."""
+"""The processes of one worker decide alike: through new settings, and after they have left."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from kit.process_kit import Processes
 
 pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
-
-TOKENS_A_STEP = 8  # of each process
 
 
 class Script:
@@ -40,7 +38,6 @@ class Script:
     def steps(self, number: int) -> None:
         for _ in range(number):
             gradients_of_a_pipeline(self.model, self.diloco.local_step)
-            self.diloco.report(tokens=TOKENS_A_STEP)
             self.optimizer.step()
             print(f"step {self.diloco.local_step}", flush=True)
 
@@ -52,7 +49,7 @@ def ends_well(island: Island) -> list[Any]:
     return [json.loads(island.out(rank).read_text()) for rank in (0, 1)]
 
 
-def train_until_it_is_told(kind: str, address: str, name: str, out: str, _: Any) -> None:
+def train_until_a_new_setting(kind: str, address: str, name: str, out: str, _: Any) -> None:
     script = Script(address, name)
     with script.diloco as diloco:
         while diloco.sync_every != 3:
@@ -66,7 +63,7 @@ def test_new_setting_is_used_by_all_processes_from_one_step_on(
     processes: Processes, tmp_path: Path
 ) -> None:
     _, address = processes.serve("--sync-every", "8", "--workers", "1")
-    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_until_it_is_told)
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_until_a_new_setting)
     island.ranks[0].says("step 9")
     processes.asks("set", address, "--sync-every", "3")
     told = ends_well(island)
@@ -87,27 +84,3 @@ def test_calls_after_the_worker_has_left_return_in_all_processes(
     _, address = processes.serve("--sync-every", "2", "--workers", "1")
     island = Island(processes, tmp_path, "ddp", 2, address, "a", script=call_after_leaving)
     assert ends_well(island) == [[False, False]] * 2
-
-
-def train_and_resume(kind: str, address: str, name: str, out: str, _: Any) -> None:
-    """Six steps, and from their checkpoint six more."""
-    path = Path(f"{out}.saved")
-    script = Script(address, name)
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        script.model.load_state_dict(saved["model"])
-        script.diloco.load_state_dict(saved["diloco"])
-    with script.diloco as diloco:
-        script.steps(6)
-        torch.save({"model": script.model.state_dict(), "diloco": diloco.state_dict()}, path)
-    Path(out).write_text(json.dumps(diloco.progress.tokens))
-
-
-def test_work_of_all_processes_counts_through_a_checkpoint(
-    processes: Processes, tmp_path: Path
-) -> None:
-    _, address = processes.serve("--sync-every", "4", "--workers", "1")
-    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_and_resume)
-    ends_well(island)
-    island.go_on("ddp", 2)
-    assert ends_well(island) == [3 * 4 * 2 * TOKENS_A_STEP] * 2, "three pushes of four steps"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco_worker import DiLoCoWorker
-from kit.process_kit import PATIENCE_S, Processes, a_free_address
+from kit.islands import Island
+from kit.process_kit import Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 pytest_plugins = ("kit.process_fixtures",)
@@ -57,7 +56,7 @@ def storages() -> dict[int, int]:
     return found
 
 
-def measure(kind: str, address: str, out: str, sizes: dict[str, Any]) -> None:
+def measure(kind: str, address: str, name: str, out: str, sizes: dict[str, Any]) -> None:
     """Train for some rounds, and write down the most that was kept, and the size of the model."""
     import torch.distributed as dist
 
@@ -78,13 +77,13 @@ def measure(kind: str, address: str, out: str, sizes: dict[str, Any]) -> None:
     optimizer.step()
     peak = Peak()
     with DiLoCoWorker(
-        model, optimizer, server=address, worker_id="measured", process_group="world"
+        model, optimizer, server=address, worker_id=name, process_group="world"
     ) as diloco:
         for _ in range(sizes["steps"]):
             optimizer.step()
     most = peak.end()
     told = {"most": most, "whole": whole, "rounds": diloco.sync_count}
-    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(told))
+    torch.save(told, out)
 
 
 # Base 1, delta in bf16 1/2, the version that arrives 1; and some for chunks at the ends.
@@ -100,20 +99,10 @@ def test_process_of_k_keeps_its_part_of_the_vectors_and_a_slice(
     broker = processes.broker(
         wire_dtype="bf16", sync_every=2, save_dir=None, chunk_elements=524_288
     )
-    out, sizes = str(tmp_path / "out"), {"width": 2048, "layers": 6, "steps": 6}
-    place = {
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": a_free_address().rpartition(":")[2],
-    }
-    ranks = [
-        processes.start(measure, kind, broker.address(), out, sizes, RANK=str(rank), **place)
-        for rank in range(count)
-    ]
-    for each in ranks:
-        assert each.ends(4 * PATIENCE_S) == 0, each.output
-    for rank in range(count):
-        told = json.loads(Path(f"{out}.{rank}").read_text())
+    sizes = {"width": 2048, "layers": 6, "steps": 6}
+    island = Island(processes, tmp_path, kind, count, broker.address(), "a", measure, **sizes)
+    assert island.ends() == [0] * count, "\n".join(each.output for each in island.ranks)
+    for told in island.results():
         assert told["rounds"] == 3
         most = OF_FP32 / count * told["whole"] + SLICES
         assert told["most"] <= most, f"{told['most'] / told['whole']:.2f} of the fp32 parameters"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco_worker import DiLoCoWorker
 from diloco_worker.transport.sigterm import EXIT_CODE
-from kit.islands import Island, a_batch, language, spread
-from kit.process_kit import PATIENCE_S, Processes, a_free_address
+from kit.islands import Island, language, loss_and_gradients, spread
+from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
@@ -25,16 +25,20 @@ SYNC = {"sync_every": 3, "deterministic": True, **ROUNDS}
 STREAMING = {**SYNC, "sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
 ASYNC = {"sync_every": 3, "mode": "async", **ROUNDS}
 PLAIN = ("plain", 1)
+ANYWHERE = "tcp://127.0.0.1:*"
 
 
 def final_model(
     processes: Processes, mode: dict[str, Any], *workers: tuple[str, int], **options: Any
 ) -> dict[str, Tensor]:
-    """What a run of these workers comes to; each is a kind and a number of processes."""
+    """The model after a run of these workers; each is a kind and a number of processes."""
     folder = processes.folder / "-".join(f"{kind}{count}" for kind, count in workers)
     folder.mkdir()
     broker = processes.broker(workers=len(workers), save_dir=str(folder / "run"), **mode)
     address = broker.address()
+    if mode.get("relays") and workers[0] != PLAIN:
+        words = ("-m", "diloco_broker", "relay", "--parent", address, "--name", "north")
+        address = processes.run(*words, "--bind", ANYWHERE, "--feed", ANYWHERE).address()
     islands = [
         Island(processes, folder, kind, count, address, f"worker-{number}", **options)
         for number, (kind, count) in enumerate(workers)
@@ -59,6 +63,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
 
 
 FEW_BITS = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}
+RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
 
 
@@ -69,6 +74,7 @@ DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
         pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
         pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp"),
         pytest.param(FEW_BITS, [DDP, PLAIN], {}, 0.0, id="few-bits-ddp"),
+        pytest.param(RELAYED, [DDP, PLAIN], {}, 1e-6, id="relay-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
         pytest.param(SYNC, [("fsdp", 1)], {}, 1e-6, id="sync-fsdp1", marks=pytest.mark.nightly),
         pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2"),
@@ -144,7 +150,7 @@ def test_what_one_process_calls_alone_ends_all_with_a_sentence(
 
 
 def test_process_that_waits_alone_says_for_what(processes: Processes, tmp_path: Path) -> None:
-    """The other one waits for it in the backward pass of DDP, which nobody here can see."""
+    """The other process waits for it in the backward pass of DDP."""
     _, address = processes.serve("--sync-every", "3")
     island = Island(processes, tmp_path, "ddp", 2, address, "a", alone=("state_dict", 0))
     island.ranks[0].says("state_dict() waits for the other processes of this worker")
@@ -169,10 +175,7 @@ def train_on(kind: str, address: str, name: str, out: str, options: dict[str, An
     with DiLoCoWorker(model, optimizer, address, worker_id=name, process_group=group) as diloco:
         try:
             for step in range(100_000):
-                words = a_batch(name, step)
-                loss = nn.functional.cross_entropy(called(words).flatten(0, 1), words.flatten())
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
+                loss_and_gradients(called, optimizer, name, step)
                 optimizer.step()
                 print(f"step {step}, stop: {diloco.should_stop}", flush=True)
         finally:
@@ -197,14 +200,14 @@ def test_sigterm_to_one_process_ends_all_at_one_step_where_the_script_goes_on(
 COUNT, STEPS = 4, 9
 
 
-def train_in_a_part(address: str, out: str) -> None:
+def train_in_a_part(kind: str, address: str, _: str, out: str, options: Any) -> None:
     """Processes 0 and 1 are one worker, 2 and 3 another."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "dp"))
-    rank, worker = dist.get_rank(), mesh.get_local_rank("worker")
+    worker = mesh.get_local_rank("worker")
     model = language()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     name = f"worker-{worker}"
@@ -212,30 +215,17 @@ def train_in_a_part(address: str, out: str) -> None:
         model, optimizer, server=address, worker_id=name, process_group=mesh["dp"]
     ) as diloco:
         for step in range(STEPS):
-            words = a_batch(name, step)
-            loss = nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            loss_and_gradients(model, optimizer, name, step)
             optimizer.step()
     assert diloco.worker_id == name
-    torch.save({"model": model.state_dict(), "rounds": diloco.sync_count}, f"{out}.{rank}")
+    torch.save({"model": model.state_dict(), "rounds": diloco.sync_count}, out)
 
 
 def test_parts_of_a_mesh_are_workers_of_one_run(processes: Processes, tmp_path: Path) -> None:
     broker = processes.broker(workers=2, sync_every=3, save_dir=None, chunk_elements=777)
-    place = {
-        "WORLD_SIZE": str(COUNT),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": a_free_address().rpartition(":")[2],
-    }
-    out = str(tmp_path / "out")
-    ranks = [
-        processes.start(train_in_a_part, broker.address(), out, RANK=str(rank), **place)
-        for rank in range(COUNT)
-    ]
-    for each in ranks:
-        assert each.ends() == 0, each.output
-    first, *others = (torch.load(f"{out}.{rank}", weights_only=True) for rank in range(COUNT))
+    ranks = Island(processes, tmp_path, "mesh", COUNT, broker.address(), "all", train_in_a_part)
+    assert ranks.ends() == [0] * COUNT, "\n".join(each.output for each in ranks.ranks)
+    first, *others = ranks.results()
     assert first["rounds"] == STEPS // 3
     for other in others:
         for name, value in first["model"].items():

@@ -1,15 +1,15 @@
 """Optimizers of all kinds, mixed precision, accumulation, schedules: the loop, bit for bit.
 
-What counts as a step is the optimizer's business: one that the AMP scaler leaves out is none, a closure
-that is called ten times belongs to one, gradients of several batches make one. The loop in `reference`
-knows nothing of the product, so a step counted wrongly moves a boundary and shows in every later value.
+A step that the AMP scaler skips does not count, a closure that is called ten times belongs to one step,
+and gradients of several batches make one step. The loop in `reference` knows nothing of the product, so
+a step counted wrongly moves a boundary and shows in every later value.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,7 +28,10 @@ ATTEMPTS = 40
 PLAN = Plan(4, strided(2), delay=1, alpha=0.5)
 
 
-def several(kind: Callable[..., Optimizer], **options: Any) -> Callable[[nn.Module], Optimizer]:
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+def of(kind: Callable[..., Optimizer], **options: Any) -> MakeOptimizer:
     return lambda model: kind(model.parameters(), **options)
 
 
@@ -39,38 +42,31 @@ def in_groups(model: nn.Module) -> Optimizer:
     return optim.AdamW(groups, lr=0.01)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "SGD, Nesterov": several(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "Adam, AMSGrad": several(optim.Adam, lr=0.01, amsgrad=True),
-    # Without momentum: torch begins with whatever lies in memory if the first fused step overflows.
-    "SGD, fused": several(optim.SGD, lr=0.05, fused=True),
-    "AdamW in groups": in_groups,
-    "AdamW, fused": several(optim.AdamW, lr=0.01, fused=True),
-    "SGD, maximize": several(optim.SGD, lr=0.05, momentum=0.5, maximize=True),
-    "Adagrad": several(optim.Adagrad, lr=0.05, lr_decay=0.01),
-}
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How each worker trains."""
 
-    optimizer: str
+    optimizer: MakeOptimizer
     precision: str
     accumulation: int
     schedule: str
 
 
-# Each optimizer once, and each of the other settings with each value twice at least.
-RECIPES = [
-    Recipe("SGD, Nesterov", "fp16", 1, "constant"),
-    Recipe("Adam, AMSGrad", "fp16", 3, "one cycle"),
-    Recipe("SGD, fused", "fp16", 1, "plateau"),
-    Recipe("AdamW in groups", "bf16", 3, "plateau"),
-    Recipe("AdamW, fused", "bf16", 1, "one cycle"),
-    Recipe("SGD, maximize", "fp32", 3, "constant"),
-    Recipe("Adagrad", "fp32", 1, "constant"),
-]
+# Each kind of optimizer once, and each of the other settings with each value twice at least.
+RECIPES = {
+    "SGD, Nesterov": Recipe(
+        of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True), "fp16", 1, "constant"
+    ),
+    "Adam, AMSGrad": Recipe(of(optim.Adam, lr=0.01, amsgrad=True), "fp16", 3, "one cycle"),
+    # Without momentum: torch begins with uninitialised memory if the first fused step overflows.
+    "SGD, fused": Recipe(of(optim.SGD, lr=0.05, fused=True), "fp16", 1, "plateau"),
+    "AdamW in groups": Recipe(in_groups, "bf16", 3, "plateau"),
+    "AdamW, fused": Recipe(of(optim.AdamW, lr=0.01, fused=True), "bf16", 1, "one cycle"),
+    "SGD, maximize": Recipe(
+        of(optim.SGD, lr=0.05, momentum=0.5, maximize=True), "fp32", 3, "constant"
+    ),
+    "Adagrad": Recipe(of(optim.Adagrad, lr=0.05, lr_decay=0.01), "fp32", 1, "constant"),
+}
 
 
 def schedule_of(name: str, optimizer: Optimizer) -> Any:
@@ -92,7 +88,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, worker: int) -> None:
         self.model = an_mlp(worker).model
-        self.optimizer = OPTIMIZERS[recipe.optimizer](self.model)
+        self.optimizer = recipe.optimizer(self.model)
         self.schedule = schedule_of(recipe.schedule, self.optimizer)
         self.scaler = (
             GradScaler("cpu", init_scale=2.0 ** (24 + 2 * worker), growth_interval=4)
@@ -101,7 +97,7 @@ class Training:
         )
         self.recipe, self.worker = recipe, worker
         self.batches = itertools.count()
-        self.left_out = 0
+        self.skipped = 0
 
     def trainee(self) -> Trainee:
         return Trainee(self.model, self.optimizer, self.step)
@@ -122,16 +118,16 @@ class Training:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             if self.stepped():
                 break
-            self.left_out += 1
+            self.skipped += 1
         else:
-            raise AssertionError("the scaler has found no scale")
+            raise AssertionError("the scaler did not find a scale")
         if self.recipe.schedule == "plateau":
             self.schedule.step(loss.detach().abs())
         elif self.schedule is not None:
             self.schedule.step()
 
     def stepped(self) -> bool:
-        """Whether the optimizer's step was made, as users of a scaler find it out."""
+        """Make the optimizer's step; whether it was made, as users of a scaler find out."""
         if self.scaler is None:
             self.optimizer.step()
             return True
@@ -148,7 +144,7 @@ def equals_the_loop(make: Callable[[int], Trainee], plan: Plan = PLAN) -> None:
     check(plan, make, steps=ROUNDS * plan.sync_every // len(plan.fragments) + 1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: " ".join(map(str, astuple(recipe))))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_run_with_any_optimizer_and_recipe_is_the_loop_bit_for_bit(recipe: Recipe) -> None:
     made: list[Training] = []
 
@@ -158,8 +154,8 @@ def test_run_with_any_optimizer_and_recipe_is_the_loop_bit_for_bit(recipe: Recip
 
     equals_the_loop(make)
     if recipe.precision == "fp16":
-        ours = [each.left_out for each in made[:2]]
-        assert min(ours) > 2 and ours[0] != ours[1], "workers leave out different batches"
+        ours = [each.skipped for each in made[:2]]
+        assert min(ours) > 2 and ours[0] != ours[1], "workers skip different batches"
 
 
 # Loops of other shapes.
@@ -232,7 +228,7 @@ class ClippedSGD(optim.SGD):
 
 
 def test_step_that_calls_the_step_of_its_parent_class_is_one_step() -> None:
-    """Where somebody has made a plain SGD, torch calls the hooks of a ClippedSGD in both."""
+    """Once a plain SGD exists, torch calls the hooks of a ClippedSGD in both methods."""
     optim.SGD([torch.zeros(1)])
 
     def make(worker: int) -> Trainee:

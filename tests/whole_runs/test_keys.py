@@ -1,4 +1,4 @@
-"""Keys, over real sockets: who is let in, what they may do, and how it ends when a key is taken back."""
+"""Keys, over real sockets: which are admitted, what each role may do, and what a revoked key ends."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_workers_train_under_the_names_of_their_keys(keyed: Broker, folder: KeyF
 @pytest.mark.parametrize(
     ("who", "sentence"),
     [
-        ("nobody", "asks for a key"),
-        ("somebody else's", "this key"),
+        ("without a key", "asks for a key"),
+        ("with a forged key", "this key"),
         ("display", "display may not train"),
     ],
 )
 def test_others_are_refused_at_once_with_a_sentence(
     keyed: Broker, folder: KeyFolder, tmp_path: Path, who: str, sentence: str
 ) -> None:
-    keys = None if who == "nobody" else file_of(folder, "display")
-    if who == "somebody else's":
+    keys = None if who == "without a key" else file_of(folder, "display")
+    if who == "with a forged key":
         keys = written(forged(folder, "w0"), tmp_path / "other.key")
     client = DiLoCoClient(keyed.address, keys=keys, timeout=PATIENCE_S)
     with pytest.raises(Refused, match=sentence), client:
@@ -82,15 +82,15 @@ def test_operators_steer_and_others_read(
 def test_feed_is_for_those_with_a_key(keyed: Broker, folder: KeyFolder) -> None:
     with zmq.Context() as context:
         readers = {}
-        for name in ("display", "nobody"):
+        for name in ("display", "without a key"):
             reader = readers[name] = context.socket(zmq.SUB)
             reader.linger = 0
             reader.subscribe(TOPIC)
-            if name != "nobody":
+            if name == "display":
                 key(folder, name).lock(reader)
             reader.connect(keyed.feed_address)
         assert readers["display"].poll(int(1000 * PATIENCE_S))
-        assert not readers["nobody"].poll(100)
+        assert not readers["without a key"].poll(100)
         context.destroy(linger=0)
 
 

@@ -236,7 +236,7 @@ def is_watched(town: Town, puppet: Puppet) -> None:
     observer.control = town.stage.route()
     observer.sends(Pull(0, credit=1))
     observer.loses_connection()
-    town.stage.passes(11)  # it is sent a word every 10 s, and is not there
+    town.stage.passes(11)  # it is probed every 10 s, and is gone
     puppet.dies()
 
 
@@ -311,7 +311,7 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
                     if number % 2:
                         worker.send("leave", session=worker.session)
                 wait_for(lambda: not len(members))  # the next one takes its place
-            # What it was given is let go of with the next word on the feed.
+            # The initial parameters are released with the next message on the feed.
             wait_for(lambda: tensors.initial is None)
             sizes.append(at_rest(broker))
     assert sizes[0]["Core"] == 1

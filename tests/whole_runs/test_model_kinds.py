@@ -20,7 +20,7 @@ from kit.whole_run import batch, check, mlp, sgd, strided, trainee
 
 
 class Buffers(nn.Module):
-    """BatchNorm, a running average, integers of two kinds, and a buffer that is nobody's business."""
+    """BatchNorm, a running average, integers of two kinds, and a buffer that is not persistent."""
 
     average: Tensor
     largest: Tensor

@@ -44,7 +44,7 @@ def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(processes: 
     options = ("--workers", "2", "--sync-every", "5", "--no-save")
     first, _ = processes.serve(*options, bind=address)
     workers = [processes.train(name, address, 120, pause=0.02) for name in ("a", "b")]
-    first.says("Round 3 closed")  # its version may be with nobody yet, that of round 2 is
+    first.says("Round 3 closed")  # no worker may have its version yet; each has that of round 2
     first.kill()
     first.ends()
     second, _ = processes.serve(*options, bind=address)

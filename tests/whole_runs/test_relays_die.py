@@ -1,4 +1,4 @@
-"""Relays and their hub are killed and cut off: what comes of it is what one broker comes to."""
+"""Relays and their hub are killed and cut off: the result is that of one broker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor
 
 from diloco_broker.storage.model_file import write_model
-from diloco_tools.tcp_proxy import TcpProxy
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_for
 from kit.proxy import Cut, MessageProxy
@@ -27,7 +26,7 @@ ROUNDS = range(4)
 
 
 class Tree:
-    """A hub and two relays, processes at addresses that they keep, and two clients of each relay."""
+    """A hub and two relays, processes with fixed addresses, and two clients of each relay."""
 
     def __init__(self, processes: Processes, opened: ExitStack) -> None:
         self._processes, self._opened = processes, opened
@@ -55,7 +54,7 @@ class Tree:
             self.children[name].kill()
 
     def joins(self, name: str, *at: str) -> None:
-        """A worker that knows these, and turns from one to the next."""
+        """A worker that knows these addresses and tries one after the other."""
         addresses = ",".join(self.addresses[each] for each in at)
         client = DiLoCoClient(addresses, worker_id=name, timeout=PATIENCE_S)
         self._opened.callback(client.leave)
@@ -63,7 +62,7 @@ class Tree:
         self.sites.clients[name] = client
 
     def pushes(self, *names: str, number: int) -> list[threading.Thread]:
-        """In threads, since they may have to wait for what is dead."""
+        """Push in threads, since a push may wait for a process that is dead."""
         threads = [
             threading.Thread(target=self.sites.push, args=(name,), kwargs={"number": number})
             for name in names
@@ -72,8 +71,8 @@ class Tree:
             each.start()
         return threads
 
-    def comes_to(self, last: range) -> None:
-        """After these rounds the parameters are what one broker comes to with each push once."""
+    def equals_one_broker_after(self, last: range) -> None:
+        """After these rounds the parameters are those of one broker that counts each push once."""
         found: dict[str, Tensor] = self.sites.rounds(last, *"abcd")
         assert_close(found, star(ROUNDS, *"abcd"))
 
@@ -88,14 +87,21 @@ def tree(processes: Processes) -> Iterator[Tree]:
         yield made
 
 
-def test_relay_killed_with_half_of_its_site_in_loses_nothing(tree: Tree) -> None:
+@pytest.mark.parametrize(
+    ("pushed", "killed"),
+    [("ac", ["north"]), ("abc", ["hub"]), ("abc", ["north", "south", "hub"])],
+    ids=["relay", "hub", "all"],
+)
+def test_kill_between_the_pushes_of_a_round_loses_nothing(
+    tree: Tree, pushed: str, killed: list[str]
+) -> None:
     tree.sites.rounds(range(2), *"abcd")
-    tree.sites.push("a", "c", number=2)
-    tree.dies("north")
-    tree.begins("north")
-    tree.sites.push("b", "d", number=2)
+    tree.sites.push(*pushed, number=2)
+    tree.dies(*killed)
+    tree.begins(*sorted(killed))  # the hub first
+    tree.sites.push(*sorted({*"abcd"} - {*pushed}), number=2)
     tree.sites.pull(*"abcd")
-    tree.comes_to(range(3, 4))
+    tree.equals_one_broker_after(range(3, 4))
 
 
 def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> None:
@@ -107,27 +113,7 @@ def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> No
     for each in threads:
         each.join(PATIENCE_S)
     tree.sites.pull(*"abcd")
-    tree.comes_to(range(3, 4))
-
-
-def test_both_relays_and_the_hub_killed_with_three_pushes_in_lose_nothing(tree: Tree) -> None:
-    tree.sites.rounds(range(2), *"abcd")
-    tree.sites.push("a", "b", "c", number=2)
-    tree.dies("north", "south", "hub")
-    tree.begins("hub", "north", "south")
-    tree.sites.push("d", number=2)
-    tree.sites.pull(*"abcd")
-    tree.comes_to(range(3, 4))
-
-
-def test_hub_killed_with_a_site_in_loses_nothing(tree: Tree) -> None:
-    tree.sites.rounds(range(2), *"abcd")
-    tree.sites.push("a", "b", "c", number=2)
-    tree.dies("hub")
-    tree.begins("hub")
-    tree.sites.push("d", number=2)
-    tree.sites.pull(*"abcd")
-    tree.comes_to(range(3, 4))
+    tree.equals_one_broker_after(range(3, 4))
 
 
 @pytest.mark.parametrize("to", ["south", "hub"])
@@ -146,7 +132,7 @@ def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
         tree.dies("north")
         tree.sites.push("d", number=2)
         tree.sites.pull(*"abcd")
-        tree.comes_to(range(3, 4))
+        tree.equals_one_broker_after(range(3, 4))
         at = {each["id"]: each["via"] for each in tree.sites.clients["c"].status()["workers"]}
         assert at["a"] == at["b"] == ("south" if to == "south" else "")
 
@@ -182,26 +168,6 @@ def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
         counted = {name: len(pushes) for name, pushes in ledger_of(hub).items()}
         assert counted == dict.fromkeys("abc", 4)
     assert_close(found, star(ROUNDS, *"abc", chunk_elements=CHUNK))
-
-
-def test_relay_whose_hub_cannot_be_reached_for_a_while_comes_back_with_its_workers() -> None:
-    with Sites() as sites:
-        hub = sites.hub(3, disconnect_grace=30.0)
-        with TcpProxy(hub.address) as line:
-            north = sites.relay(line.address, "north")
-            sites.workers(north, "a", "b")
-            sites.workers(hub, "c")
-            sites.rounds(range(2), *"abc")
-            sites.push("a", number=2)
-            line.shut()
-            wait_for(lambda: not north.is_connected)
-            sites.push("c", number=2)
-            line.open()
-            sites.push("b", number=2)
-            sites.pull(*"abc")
-            found = sites.rounds(range(3, 4), *"abc")
-            north.stop()
-    assert_close(found, star(ROUNDS, *"abc"))
 
 
 # The command line.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from diloco_protocol.roles import Peer, Role
 from diloco_worker import DiLoCoClient
 from kit.keyed_broker import GUESTS, file_of, forged, key, public_of
 from kit.process_kit import PATIENCE_S
-from kit.sites import Sites, a_model, ledger_of, options, until
+from kit.sites import Sites, a_model, ledger_of, until
 
 NORTH = Peer(Role.RELAY, "north")
 
@@ -50,25 +49,22 @@ class Keyed(Sites):
         self.of_hub, self.of_site = of_hub, of_site
 
     def site(self, hub: Broker, keys: Keys | None) -> RelayBroker:
-        """One that need not be let in."""
-        given = {"keys": str(self.of_site.path)}
-        relay = RelayBroker(options(**given), hub.address, name="north", keys=keys)
-        self._serve(relay)
-        return relay
+        return self.begin_relay(hub, "north", keys, keys=str(self.of_site.path))
 
-    def of_two(self) -> tuple[Broker, RelayBroker]:
-        """A hub, and a relay with workers `w0` and `w1`."""
+    def trained(self) -> tuple[Broker, RelayBroker]:
+        """A hub, and a relay with workers `w0` and `w1`, after one round."""
         hub = self.hub(2, keys=str(self.of_hub.path))
         relay = self.site(hub, key_of_north(self.of_hub))
         for name in ("w0", "w1"):
-            self.joins(relay, name)
+            keys = file_of(self.of_site, name)
+            client = self.clients[name] = DiLoCoClient(relay.address, keys=keys, timeout=PATIENCE_S)
+            self._opened.callback(client.leave)
+            client.join(a_model())
+        self.rounds(range(1), "w0", "w1")
         return hub, relay
 
-    def joins(self, relay: RelayBroker, name: str) -> None:
-        keys = file_of(self.of_site, name)
-        client = self.clients[name] = DiLoCoClient(relay.address, keys=keys, timeout=PATIENCE_S)
-        self._opened.callback(client.leave)
-        client.join(a_model())
+    def operator(self, at: Broker | RelayBroker, folder: KeyFolder) -> Operator:
+        return Operator(at.address, timeout=PATIENCE_S, keys=key(folder, "anna"))
 
 
 @pytest.fixture
@@ -77,69 +73,56 @@ def sites(of_hub: KeyFolder, of_site: KeyFolder) -> Iterator[Keyed]:
         yield made
 
 
-def test_site_with_keys_of_its_own_trains_at_a_hub_with_others(sites: Keyed) -> None:
-    hub, _ = sites.of_two()
-    sites.rounds(range(2), "w0", "w1")
-    assert {name: len(each) for name, each in ledger_of(hub).items()} == {"w0": 2, "w1": 2}
+def test_site_with_its_own_keys_trains_at_a_hub_with_others(sites: Keyed) -> None:
+    hub, _ = sites.trained()
+    assert {name: len(each) for name, each in ledger_of(hub).items()} == {"w0": 1, "w1": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["nobody", "a worker of the hub", "a display"])
-def test_stranger_to_the_site_does_not_join_through_it(sites: Keyed, who: str) -> None:
+@pytest.mark.parametrize("who", ["without a key", "a worker of the hub", "a display"])
+def test_peer_that_the_site_does_not_know_cannot_join_through_it(sites: Keyed, who: str) -> None:
     hub = sites.hub(1, keys=str(sites.of_hub.path))
     relay = sites.site(hub, key_of_north(sites.of_hub))
-    until(lambda: relay.is_connected, "it is let in")
+    until(lambda: relay.is_connected, "the hub admits it")
     keys = {
-        "nobody": None,
+        "without a key": None,
         "a worker of the hub": file_of(sites.of_hub, "w0"),
         "a display": file_of(sites.of_site, "display"),
     }[who]
-    client = DiLoCoClient(
-        relay.address, keys=keys, worker_id="w9" if keys is None else None, timeout=2.0
-    )
+    worker_id = "w9" if keys is None else None
+    client = DiLoCoClient(relay.address, keys=keys, worker_id=worker_id, timeout=2.0)
     with client, pytest.raises((Refused, Unreachable)):
         client.join(a_model())
-    assert hub._loop.core.state.members.named("w9") is None
     assert len(hub._loop.core.state.members) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["nobody", "a forger", "a worker"])
-def test_relay_that_the_hub_does_not_let_in_says_why(
+@pytest.mark.parametrize("who", ["without a key", "with a forged key", "a worker"])
+def test_relay_that_the_hub_refuses_says_why(
     sites: Keyed, caplog: pytest.LogCaptureFixture, who: str
 ) -> None:
     hub = sites.hub(1, keys=str(sites.of_hub.path))
     keys = {
-        "nobody": None,
-        "a forger": forged(sites.of_hub, "w0"),
+        "without a key": None,
+        "with a forged key": forged(sites.of_hub, "w0"),
         "a worker": key(sites.of_hub, "w0"),
     }[who]
     relay = sites.site(hub, keys)
-    word = "key"
-    until(lambda: any(word in each.message for each in from_relay(caplog)), "it says why")
+    until(
+        lambda: any(r.name == "diloco.relay" and "key" in r.message for r in list(caplog.records)),
+        "it says why",
+    )
     assert not relay.is_connected
 
 
-def from_relay(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [each for each in list(caplog.records) if each.name == "diloco.relay"]
-
-
 @pytest.mark.slow
-def test_operator_of_the_site_may_read_the_run_and_not_steer_it(sites: Keyed) -> None:
-    _, relay = sites.of_two()
-    keys = key(sites.of_site, "anna")
-    with Operator(relay.address, timeout=PATIENCE_S, keys=keys) as operator:
+def test_operator_of_the_site_reads_the_run_and_that_of_the_hub_steers_it(sites: Keyed) -> None:
+    hub, relay = sites.trained()
+    with sites.operator(relay, sites.of_site) as operator:
         assert not operator.ask("pause").ok
         assert not operator.ask("kick", worker="w0").ok
         assert operator.ask("status").data["counts"]["alive"] == 2
-    sites.rounds(range(1), "w0", "w1")
-
-
-@pytest.mark.slow
-def test_operator_of_the_hub_reaches_workers_behind_the_relay(sites: Keyed) -> None:
-    hub, _ = sites.of_two()
-    sites.rounds(range(1), "w0", "w1")
-    with Operator(hub.address, timeout=PATIENCE_S, keys=key(sites.of_hub, "anna")) as operator:
+    with sites.operator(hub, sites.of_hub) as operator:
         assert operator.ask("kick", worker="w1").ok
         assert operator.ask("set", workers=1).ok
         sites.rounds(range(1, 2), "w0")
@@ -148,20 +131,19 @@ def test_operator_of_the_hub_reaches_workers_behind_the_relay(sites: Keyed) -> N
 
 
 @pytest.mark.slow
-def test_relay_whose_key_is_revoked_is_gone_with_its_workers(sites: Keyed) -> None:
-    hub, relay = sites.of_two()
-    sites.rounds(range(1), "w0", "w1")
-    (sites.of_hub.path / "allowed" / "relay" / "north.pub").unlink()
-    until(lambda: not relay.is_connected, "the relay is shut out")
-    with Operator(hub.address, timeout=PATIENCE_S, keys=key(sites.of_hub, "anna")) as operator:
-        until(lambda: operator.ask("status").data["counts"]["alive"] == 0, "nobody is there")
+@pytest.mark.parametrize(("revoked", "alive"), [("worker", 1), ("relay", 0)])
+def test_revoked_key_ends_the_sessions_of_a_worker_or_of_a_whole_site(
+    sites: Keyed, revoked: str, alive: int
+) -> None:
+    hub, relay = sites.trained()
+    if revoked == "worker":
+        public_of(sites.of_site, "w1").unlink()
+    else:
+        (sites.of_hub.path / "allowed" / "relay" / "north.pub").unlink()
+        until(lambda: not relay.is_connected, "the relay is disconnected")
+    with sites.operator(hub, sites.of_hub) as operator:
+        until(
+            lambda: operator.ask("status").data["counts"]["alive"] == alive,
+            f"{alive} workers are alive",
+        )
     assert ledger_of(hub).keys() == {"w0", "w1"}
-
-
-@pytest.mark.slow
-def test_worker_whose_key_of_the_site_is_revoked_is_out(sites: Keyed) -> None:
-    hub, _ = sites.of_two()
-    sites.rounds(range(1), "w0", "w1")
-    public_of(sites.of_site, "w1").unlink()
-    with Operator(hub.address, timeout=PATIENCE_S, keys=key(sites.of_hub, "anna")) as operator:
-        until(lambda: operator.ask("status").data["counts"]["alive"] == 1, "one is left")

@@ -13,39 +13,36 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from diloco_worker import DiLoCoWorker
-from kit.islands import Island, a_batch, language
+from kit.islands import Island, language, loss_and_gradients
 from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
+# Deterministic, so that a push of a worker that is killed counts whole or not at all.
 SYNC: dict[str, Any] = {
     "sync_every": 4,
     "max_rounds": 12,
     "chunk_elements": 777,
-    "deterministic": True,  # what a push has sent when its worker is killed counts whole or not
+    "deterministic": True,
 }
 # All processes but one own nothing.
 ONE_CHUNK = {**SYNC, "chunk_elements": 100_000}
-# Behind step 18 a fragment is in flight.
+# After step 18 a fragment is in flight.
 STREAMING: dict[str, Any] = {
+    **SYNC,
     "sync_every": 6,
     "num_fragments": 2,
     "fragment_sync_delay": 2,
     "fragment_merge": "rebase",
     "max_rounds": 14,
-    "chunk_elements": 777,
-    "deterministic": True,  # what a push has sent when its worker is killed counts whole or not
 }
-
-
-# With a residual, and chunks in flight of which the bytes are kept.
-FEW_BITS = {**STREAMING, "wire_dtype": "int4z", "reply_dtype": "int4z"}
-MODES = {"sync": SYNC, "streaming": STREAMING, "one-chunk": ONE_CHUNK, "few-bits": FEW_BITS}
+# With a residual, and chunks in flight whose bytes are kept.
+QUANTIZED = {**STREAMING, "wire_dtype": "int4z", "reply_dtype": "int4z"}
+MODES = {"sync": SYNC, "streaming": STREAMING, "one-chunk": ONE_CHUNK, "quantized": QUANTIZED}
 
 
 # The training script.
@@ -54,11 +51,11 @@ MODES = {"sync": SYNC, "streaming": STREAMING, "one-chunk": ONE_CHUNK, "few-bits
 def train_from_checkpoint(
     kind: str, address: str, worker_id: str, out: str, options: dict[str, Any]
 ) -> None:
-    """It saves behind step `save_at`, and dies behind `dies_at`.
+    """It saves after step `save_at`, and dies after `dies_at`.
 
-    Model and optimizer are saved whole. `load` says what each process loads of the worker: its
-    "own" state, "all" of them, or what "dcp" has saved; `spoilt` what is not what was saved then: the
-    "model", or the "moment" of the last process.
+    Model and optimizer are saved whole. `load` says which state of the worker each process loads: its
+    "own", "all", or that of "dcp". `spoilt` differs from the saved state: the "model", or the "moment"
+    of the last process.
     """
     torch.set_num_threads(1)
     model, group = language(), None
@@ -76,16 +73,13 @@ def train_from_checkpoint(
         print(f"goes on at {step} with {os.environ['WORLD_SIZE']}", flush=True)
     with diloco:
         while not diloco.should_stop:
-            words = a_batch(worker_id, step)
-            loss = functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            loss = loss_and_gradients(model, optimizer, worker_id, step)
             optimizer.step()
             diloco.report(loss=loss, tokens=8)
             step += 1
             if step == options["save_at"] and not folder.exists():
                 made = folder.with_suffix(".made")
-                saves(diloco, model, optimizer, made, step=step, how=options["load"])
+                saves(diloco, step, model, optimizer, made, options["load"])
                 if rank == 0:
                     made.rename(folder)
             if step == options["dies_at"] and "RESUMED" not in os.environ:
@@ -97,15 +91,9 @@ def train_from_checkpoint(
 
 
 def saves(
-    diloco: DiLoCoWorker,
-    model: nn.Module,
-    optimizer: Optimizer,
-    folder: Path,
-    *,
-    step: int,
-    how: str,
+    diloco: DiLoCoWorker, step: int, model: nn.Module, optimizer: Optimizer, folder: Path, how: str
 ) -> None:
-    """All processes have saved when it returns."""
+    """When it returns, all processes have saved."""
     folder.mkdir(exist_ok=True)
     of_worker = {"diloco": diloco.state_dict()}
     kept: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -125,7 +113,7 @@ def goes_on(
     folder: Path,
     options: dict[str, Any],
 ) -> int:
-    """Returns the step that was saved."""
+    """Load the checkpoint, and return its step."""
     saved = [torch.load(each, weights_only=True) for each in sorted(folder.glob("*.pt"))]
     model.load_state_dict(saved[0]["model"])
     optimizer.load_state_dict(saved[0]["optimizer"])
@@ -143,13 +131,17 @@ def goes_on(
     return int(saved[0]["step"])
 
 
+def kind_of(count: int) -> str:
+    return "ddp" if count > 1 else "plain"
+
+
 # Each way to load in each mode, each change of the number once: not their product.
 @pytest.mark.parametrize(
     ("mode", "before", "after", "load"),
     [
         *(("sync", 2, 2, "own"), ("sync", 2, 1, "all"), ("sync", 2, 3, "dcp")),
         *(("streaming", 3, 2, "all"), ("streaming", 1, 2, "dcp")),
-        *(("few-bits", 2, 2, "own"), ("few-bits", 2, 3, "all"), ("few-bits", 2, 1, "dcp")),
+        *(("quantized", 2, 2, "own"), ("quantized", 2, 3, "all"), ("quantized", 2, 1, "dcp")),
         ("one-chunk", 1, 3, "all"),
     ],
 )
@@ -163,15 +155,8 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         folder.mkdir()
         broker = processes.broker(save_dir=str(folder / "run"), **MODES[mode])
         island = Island(
-            *(
-                processes,
-                folder,
-                "ddp" if before > 1 else "plain",
-                before,
-                broker.address(),
-                "a",
-                train_from_checkpoint,
-            ),
+            *(processes, folder, kind_of(before), before),
+            *(broker.address(), "a", train_from_checkpoint),
             save_at=18,
             dies_at=dies_at,
             load=load,
@@ -179,7 +164,7 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         codes = island.ends()
         if dies_at > 0:
             assert -9 in codes, island.ranks[0].output
-            island.go_on("ddp" if after > 1 else "plain", after)
+            island.go_on(kind_of(after), after)
             codes = island.ends()
             assert "goes on at 18" in island.ranks[0].output
         assert not any(codes), "\n".join(each.output for each in island.ranks)
@@ -203,7 +188,7 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         (2, 2, "own", "moment", "load in each a state of the same moment"),
     ],
 )
-def test_what_was_not_saved_together_is_refused_by_all(
+def test_parts_of_different_checkpoints_are_refused_by_all(
     processes: Processes,
     tmp_path: Path,
     before: int,
@@ -212,17 +197,17 @@ def test_what_was_not_saved_together_is_refused_by_all(
     spoilt: str,
     words: str,
 ) -> None:
-    """What a stale model is away from its base would be pushed as if it had been trained."""
+    """The distance of a stale model from its base would be pushed as if it had been trained."""
     broker = processes.broker(save_dir=None, **SYNC)
-    kind = "ddp" if before > 1 else "plain"
     island = Island(
-        *(processes, tmp_path, kind, before, broker.address(), "a", train_from_checkpoint),
+        *(processes, tmp_path, kind_of(before), before),
+        *(broker.address(), "a", train_from_checkpoint),
         save_at=18,
         dies_at=19,
         load=load,
     )
     assert -9 in island.ends()
-    island.go_on("ddp" if after > 1 else "plain", after, spoilt=spoilt)
+    island.go_on(kind_of(after), after, spoilt=spoilt)
     codes = island.ends()
     assert all(code > 0 for code in codes), codes
     for each in island.ranks:

@@ -1,4 +1,4 @@
-"""Those that know two brokers, one of which is killed, and those that follow one that moves."""
+"""Workers that know two brokers, one of which is killed, and workers that follow one that moves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path
     with DiLoCoClient(known, timeout=30.0) as client:
         assert client.pull().version.counter >= 3
     first.kill()
-    file.write_text("")  # as somebody writes it who has no way to replace it
+    file.write_text("")  # as a script does that cannot replace the file
     second, there = processes.serve(*options)
     assert there != here
     assert processes.asks("status", "--address", known) == 0

@@ -1,4 +1,4 @@
-"""A hub and its standby as processes: killed, stopped, told to hand over. One of them has the run."""
+"""A hub and its standby as processes: killed, stopped, promoted. One of them has the run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kit.process_kit import Child, Processes, a_free_address, wait_for
 pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
-# Longer than a process waits for its turn on a machine that is busy with other tests: a hub that does
-# not run for so long loses the run, as it should. The times themselves are tested in the core.
+# Longer than a process waits for the CPU on a machine that is busy with other tests: a hub that is
+# stopped for longer loses the run, as it should. The times themselves are tested in the core.
 LEASE_S = 6.0
+ANYWHERE = "tcp://127.0.0.1:*"
 WARMUP = ("--outer-momentum-warmup", "constant")
 OPTIONS = ("--workers", "2", "--sync-every", "5", "--relays", *WARMUP)
 
@@ -39,8 +40,10 @@ class Pair:
         with Operator(address, timeout=5.0) as operator:
             return operator.ask(action, **arguments)
 
-    def has_copied(self) -> bool:
-        return self.asks(self.standby_at, "status").data["checkpoint"] is not None
+    def is_ready(self) -> bool:
+        """Whether the standby has a checkpoint, and knows both workers as voters."""
+        status = self.asks(self.standby_at, "status").data
+        return status["checkpoint"] is not None and status["voters"] == 2
 
 
 def hub_of(processes: Processes, folder: Path, address: str) -> Child:
@@ -49,35 +52,24 @@ def hub_of(processes: Processes, folder: Path, address: str) -> Child:
 
 
 def standby_of(processes: Processes, folder: Path, hub: str, address: str) -> Child:
-    where = (
-        "--bind",
-        address,
-        "--feed",
-        "tcp://127.0.0.1:*",
-        "--save-dir",
-        str(folder / "standby"),
-    )
+    where = ("--bind", address, "--feed", ANYWHERE, "--save-dir", str(folder / "standby"))
     return processes.run("-m", "diloco_broker", "standby", "--of", hub, *OPTIONS, *where)
 
 
 @pytest.fixture
-def pair(processes: Processes, tmp_path: Path) -> Pair:
-    return a_pair(processes, tmp_path, through_relay=False)
-
-
-def a_pair(processes: Processes, tmp_path: Path, *, through_relay: bool) -> Pair:
+def pair(processes: Processes, tmp_path: Path, request: pytest.FixtureRequest) -> Pair:
+    """Parametrized with True the workers are behind a relay."""
     hub_at, standby_at = a_free_address(), a_free_address()
     hub = hub_of(processes, tmp_path, hub_at)
     standby = standby_of(processes, tmp_path, hub_at, standby_at)
     both = f"{hub_at},{standby_at}"
-    if through_relay:
-        anywhere = "tcp://127.0.0.1:*"
-        where = ("--parent", both, "--name", "north", "--bind", anywhere, "--feed", anywhere)
+    if getattr(request, "param", False):
+        where = ("--parent", both, "--name", "north", "--bind", ANYWHERE, "--feed", ANYWHERE)
         both = processes.run("-m", "diloco_broker", "relay", *where).address()
     workers = [processes.train(name, both, 400, pause=0.02) for name in ("a", "b")]
     made = Pair(processes, tmp_path, hub, hub_at, standby, standby_at, workers)
     hub.says("Round 3 closed")
-    wait_for(made.has_copied)
+    wait_for(made.is_ready)
     return made
 
 
@@ -96,7 +88,7 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
     pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     last, first = rounds_of(pair.hub)[-1], rounds_of(pair.standby)[0]
-    assert first in (last, last + 1), "a version that nobody had may be lost, and no other"
+    assert first in (last, last + 1), "only a version that no worker had may be lost"
     # The hub comes back to a run that is not its own any more.
     hub = hub_of(pair.processes, pair.folder, pair.hub_at)
     hub.says("this hub releases no more versions")
@@ -110,16 +102,13 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
     assert not rounds_of(hub)
 
 
-def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(
-    processes: Processes, tmp_path: Path
-) -> None:
-    pair = a_pair(processes, tmp_path, through_relay=True)
+@pytest.mark.parametrize("pair", [True], ids=["relay"], indirect=True)
+def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(pair: Pair) -> None:
     pair.hub.kill()
     pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
-    assert {each["via"] for each in pair.asks(pair.standby_at, "status").data["workers"]} == {
-        "north"
-    }
+    workers = pair.asks(pair.standby_at, "status").data["workers"]
+    assert {each["via"] for each in workers} == {"north"}
     check_the_end(pair)
 
 

@@ -1,8 +1,8 @@
-"""Messages of those who have not joined, which come after all others where there are too many.
+"""A queue that limits the time spent on messages of peers that have not joined.
 
-Anybody may send a `join` that takes 5 ms to read, or ask for the status as often as they like. Together
-they get a tenth of the loop's time, and whatever members and tensors leave of it. What is above that
-waits here, and whoever sends more than there is room for is ended.
+Any peer may send a `join` that takes 5 ms to read, or request the status as often as it likes. Together
+such peers get a tenth of the loop's time, plus its idle time. Messages above that wait in this queue;
+when it is full, the peer with the most queued bytes is disconnected.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections import Counter, deque
 
 from diloco_broker.shell.sockets import Incoming
 
-# Of the time that passes, and what may have been saved of it, seconds: a hundred workers join at once.
+# Share of the loop's time, and the seconds of it that may accumulate: enough for 100 simultaneous joins.
 SHARE = 0.1
 SAVED_AT_MOST_S = 0.5
-# Messages that wait, and their bytes: four descriptions of 8 MiB at once, and room for others.
+# Limits of the queue, messages and bytes: four descriptions of 8 MiB at once, and some others.
 ROOM = 1024
 ROOM_BYTES = 48 << 20
-# What a message costs besides its bytes.
+# Overhead of a queued message, bytes.
 A_MESSAGE = 1 << 10
 
 
 class Strangers:
-    """See the head of this module. Times are seconds of any clock that goes on steadily."""
+    """Deferred messages of peers that have not joined. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._waiting: deque[Incoming] = deque()
-        self._bytes: Counter[bytes] = Counter()  # of what waits, by route
+        self._bytes: Counter[bytes] = Counter()  # queued bytes by route
         self._saved_s = SAVED_AT_MOST_S
         self._saved_at = 0.0
 
@@ -34,7 +34,7 @@ class Strangers:
         return bool(self._waiting)
 
     def has_time(self, now: float) -> bool:
-        """Is there something left of their share?"""
+        """Whether part of their time share is left."""
         earned_s = max(0.0, now - self._saved_at) * SHARE
         self._saved_s = min(SAVED_AT_MOST_S, self._saved_s + earned_s)
         self._saved_at = now
@@ -44,13 +44,13 @@ class Strangers:
         self._saved_s -= seconds
 
     def comes_later(self, message: Incoming, now: float) -> bool:
-        """Does this one have to wait? Those of one connection stay in order."""
-        if not message.is_of_stranger:  # or it was, when what it sent before came
+        """Whether this message must be queued; messages of one connection stay in order."""
+        if not message.is_of_stranger:  # its peer joined after it sent the queued ones
             return message.route in self._bytes
         return bool(self._waiting) or not self.has_time(now)
 
     def put_off(self, message: Incoming) -> bytes | None:
-        """Have it wait. Returns whom there is no room for, by route: of whom most waits."""
+        """Queue a message. If the queue is full, returns the route with most bytes, to disconnect."""
         self._waiting.append(message)
         self._bytes[message.route] += _size(message)
         if len(self._waiting) <= ROOM and self._bytes.total() <= ROOM_BYTES:

@@ -190,7 +190,7 @@ def test_what_is_no_public_key_lets_nobody_in_and_is_named(path: Path) -> None:
     assert set(guests.by_key.values()) == {GPU, Peer(Role.OPERATOR, "anna")}
     said = "\n".join(guests.complaints)
     for name in ("copied", "empty", "folder", "gone", "list", "pipe", "bad name"):
-        assert f"{name}.pub lets nobody in" in said
+        assert f"{name}.pub: " in said
 
 
 def test_every_way_to_change_a_key_is_seen(path: Path) -> None:

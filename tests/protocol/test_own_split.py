@@ -138,9 +138,9 @@ def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path
     ("options", "function", "words"),
     [
         ({"fragment_plan": "/none.json"}, None, "--fragment-plan /none.json cannot be read: No su"),
-        ({"num_fragments": 3}, None, "has 2 fragments, and --num-fragments is 3"),
-        ({"fragment_pattern": "balanced"}, None, "must be left out with --fragment-plan"),
-        ({}, by_layer, "leave one of them out"),
+        ({"num_fragments": 3}, None, "has 2 fragments, but --num-fragments is 3"),
+        ({"fragment_pattern": "balanced"}, None, "must be omitted with --fragment-plan"),
+        ({}, by_layer, "remove one of them"),
     ],
 )
 def test_options_that_contradict_the_file_stop_the_start(
@@ -218,5 +218,5 @@ def test_another_split_than_the_checkpoints_is_refused(
     with pytest.raises(UsageError, match=words) as caught:
         one_round(tmp_path / "run", **options[1])
     if first == TWO_AND_ONE:
-        again = "give the same --fragment-plan, or --resume none to begin a new run"
+        again = "give the same --fragment-plan, or --resume none to start a new run"
         assert again in str(caught.value)

@@ -33,12 +33,10 @@ from kit.web_commands import refusal, started
 
 pytest_plugins = ("kit.key_fixtures",)
 
-OTHER = (
-    r"Whoever answers there ends the connection at once: a broker that asks for a key or another"
-)
-WANTED = r"The broker asks for a key; give the file that diloco-broker keygen made"
-REVOKED = r"The broker does not let this key in: it was revoked, or made for another broker"
-NONE = r"The broker asks for no key"
+OTHER = r"The peer closes the connection at once: it is a broker that requires a key or another"
+WANTED = r"The broker requires a key; give the key file that diloco-broker keygen made"
+REVOKED = r"The broker rejected the key: it was revoked, or made for another broker"
+NONE = r"The broker uses no keys"
 
 
 def other_broker_s(folder: KeyFolder, path: Path) -> Keys:
@@ -139,9 +137,9 @@ class TestCommands:
         ("name", "said"),
         [
             ("nowhere.key", "cannot be read: No such file or directory; give the key file that"),
-            ("broker.key", "is no key of a worker, operator or monitor: it is the broker's own"),
-            ("allowed/monitor/display.pub", "is no key of a worker, operator or monitor"),
-            ("allowed", "is a folder without the key of a"),
+            ("broker.key", "is not a key of a worker, operator or monitor: it is the broker's own"),
+            ("allowed/monitor/display.pub", "is not a key of a worker, operator or monitor"),
+            ("allowed", "has no key of a"),
         ],
     )
     def test_what_is_no_key_is_one_sentence_of_each_command(

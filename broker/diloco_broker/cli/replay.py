@@ -64,10 +64,10 @@ def _of_worker(step: Step, worker_id: str, state: RunState) -> str:
     """Describe an event that concerns this worker; empty for any other."""
     member = state.members.named(worker_id)
     own = [] if member is None else member.routes
-    told = [e for e in step.asked_for if isinstance(e, Send) and e.route in own]
+    sent = [e for e in step.asked_for if isinstance(e, Send) and e.route in own]
     logged = [e.text for e in step.asked_for if isinstance(e, Log) and worker_id in e.text]
-    if step.about.worker_id != worker_id and not told and not logged:
+    if step.about.worker_id != worker_id and not sent and not logged:
         return ""
-    kinds = [type(each.message).__name__ for each in told]
+    kinds = [type(each.message).__name__ for each in sent]
     said = [str(step.about), *([f"sent {', '.join(kinds)}"] if kinds else []), *logged]
     return f"round {step.about.number}: {'; '.join(said)}"

@@ -160,7 +160,7 @@ def config_of(options: dict[str, Any]) -> BrokerConfig:
     delay = options["fragment_sync_delay"]
     if delay is not None and delay.isdecimal():  # BrokerConfig rejects words other than auto
         options["fragment_sync_delay"] = int(delay)
-    with contextlib.suppress(TypeError, ValueError):  # None or a word, as above
+    with contextlib.suppress(TypeError, ValueError):  # None or other text, as above
         options["max_delta_norm"] = float(options["max_delta_norm"])
     return BrokerConfig(**options)
 

@@ -169,7 +169,7 @@ def _check_saving(options: Options) -> None:
     if options.fresh:
         saves, resume = options.save_dir is not None, options.resume
         _require(
-            options, "fresh", saves, "omitted without --save-dir: there is no run to move aside"
+            options, "fresh", saves, "omitted without --save-dir: nothing could be moved aside"
         )
         why = f"omitted with --resume {resume}, which resumes a run"
         _require(options, "fresh", resume in (AUTO, "none"), why)

@@ -142,15 +142,15 @@ class Connection:
         self.is_to_end = False
         self.chunks.clear()
 
-    def see(self, now: float, turns: int, everybody: int) -> None:
-        """Read the counters of the system. Within `everybody` turns each connection has had one."""
+    def see(self, now: float, turns: int, cycle: int) -> None:
+        """Read the counters of the system. Within `cycle` turns each connection has had one."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
             self.owed, self.left = 0, 0
             self.chunks.clear()
             return
         self._see_sent(figures, now)
-        if turns - self._seen_at < everybody:
+        if turns - self._seen_at < cycle:
             return
         if (
             self.heard and turns - self._seen_at < EVERYBODY
@@ -331,12 +331,12 @@ class ConnectionWatch:
         began = time.thread_time()
         is_at_all = now >= self._next_at_all
         ended: list[str] = []
-        everybody = 2 * len(self._by_number) + 2  # ZeroMQ receives from them round-robin
+        cycle = 2 * len(self._by_number) + 2  # ZeroMQ receives from them round-robin
         for number, connection in list((self._by_number if is_at_all else self._strangers).items()):
             is_member = connection.route in members
             if is_member is not connection.is_member:
                 self._mark(number, connection, is_member=is_member)
-            connection.see(now, self.turns, everybody)
+            connection.see(now, self.turns, cycle)
             may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
             why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
             if why is not None and not connection.is_ended:

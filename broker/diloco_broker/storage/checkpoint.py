@@ -214,7 +214,7 @@ def as_damaged(path: Path) -> Iterator[None]:
 
 def check_files(path: Path, plain: Mapping[str, Any]) -> None:
     """Compare size and checksum of each file with the manifest; raises Damaged."""
-    for name, told in plain["files"].items():
+    for name, expected in plain["files"].items():
         if not FILE.fullmatch(name):
             raise Damaged(
                 f"{path / MANIFEST} names {name!r:.80}, which is not a file of a checkpoint."
@@ -222,12 +222,12 @@ def check_files(path: Path, plain: Mapping[str, Any]) -> None:
         total = hashlib.sha256()
         try:
             with opened(path / name) as file:
-                has_size = os.fstat(file.fileno()).st_size == told["bytes"]
+                has_size = os.fstat(file.fileno()).st_size == expected["bytes"]
                 while has_size and (piece := file.read(PIECE_BYTES)):
                     total.update(piece)
         except OSError as error:
             raise _unreadable(path / name, error) from None
-        if not has_size or total.hexdigest() != told["sha256"]:
+        if not has_size or total.hexdigest() != expected["sha256"]:
             raise Damaged(f"{path / name} is damaged: its size or checksum differs.")
 
 
@@ -238,8 +238,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             text = file.read(MOST_JSON_BYTES + 1)
         if len(text) > MOST_JSON_BYTES:
             raise ValueError(f"more than {MOST_JSON_BYTES} bytes")
-        whole = json.loads(text)
-        body, told = whole["checkpoint"], whole["sha256"]
+        document = json.loads(text)
+        body, expected = document["checkpoint"], document["sha256"]
         body.items()
     except FileNotFoundError:
         raise Damaged(f"{path} has no {MANIFEST}.") from None
@@ -247,7 +247,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _unreadable(path / MANIFEST, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be parsed ({error!r:.200}).") from None
-    if _sum_of(body) != told:
+    if _sum_of(body) != expected:
         raise Damaged(f"{path / MANIFEST} is damaged: its checksum differs.")
     if body.get("format") != FORMAT:
         raise Damaged(f"{path} has format {body.get('format')}, this release reads {FORMAT}.")

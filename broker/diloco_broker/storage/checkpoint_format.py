@@ -327,11 +327,12 @@ def _split(joined: Tensor, layout: FragmentLayout, known: Sequence[bool]) -> lis
     return found
 
 
-def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if told is None:
+def _load_optimizer(file: Any, plain: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Read a torch optimizer's state; `plain` is its part of the JSON."""
+    if plain is None:
         return None
     state: dict[int, dict[str, Any]] = {}
-    for number, values in told["state"].items():
+    for number, values in plain["state"].items():
         state[int(number)] = {}
         for name, value in values.items():
             if "shape" in value:
@@ -342,4 +343,4 @@ def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any]
                 state[int(number)][name] = flat.reshape(value["shape"]).to(dtype).clone()
             else:
                 state[int(number)][name] = value["value"]
-    return {"state": state, "param_groups": told["param_groups"]}
+    return {"state": state, "param_groups": plain["param_groups"]}

@@ -139,12 +139,12 @@ class PieceReader:
 
 def files_of(path: Path) -> list[dict[str, Any]]:
     """Name, size and SHA-256 of each file of a checkpoint; raises Damaged or OSError."""
-    told = checkpoint.read_manifest(path)["files"]
+    listed = checkpoint.read_manifest(path)["files"]
     with checkpoint.opened(path / MANIFEST, follow=False) as file:
         size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
     # The manifest comes last: a copy that has it is complete.
-    rows = [(name, each["bytes"], each["sha256"]) for name, each in sorted(told.items())]
+    rows = [(name, each["bytes"], each["sha256"]) for name, each in sorted(listed.items())]
     rows.append((MANIFEST, size, digest.hexdigest()))
     return [{"name": name, "bytes": size, "sha256": sum_} for name, size, sum_ in rows]

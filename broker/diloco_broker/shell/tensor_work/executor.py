@@ -100,7 +100,7 @@ class TensorExecutor:
         return () if self._parameters is None else self._parameters.outer_groups()
 
     def of(self, layout: ModelLayout | None) -> Parameters:
-        """The tensors of this model; created anew if the model was replaced before the start."""
+        """The tensors of this model, which are recreated if the model was replaced before the start."""
         assert layout is not None
         if self._parameters is None or self._parameters.layout is not layout:
             config = self._config
@@ -121,7 +121,7 @@ class TensorExecutor:
     def do_some(self, layout: ModelLayout | None) -> Iterator[events.Event]:
         """Do the next work, and yield the results in its order.
 
-        It takes as many pieces as the threads can do at a time; a step of whole tensors yields all its
+        It takes as many pieces as the threads can do at a time. A step of entire tensors yields all its
         results with its last chunk. When an event is yielded, its result is in the parameters; later
         results are not, unless a reader needed them.
         """

@@ -1,4 +1,4 @@
-"""The DiLoCo broker: averages pseudo-gradients, takes the outer step, hands parameters back."""
+"""The DiLoCo broker: averages pseudo-gradients, takes the outer step, returns parameters."""
 
 from __future__ import annotations
 

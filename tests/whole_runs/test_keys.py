@@ -38,8 +38,8 @@ def test_workers_train_under_the_names_of_their_keys(keyed: Broker, folder: KeyF
 @pytest.mark.parametrize(
     ("who", "sentence"),
     [
-        ("nobody", "asks for a key"),
-        ("somebody else's", "this key"),
+        ("nobody", "requires a key"),
+        ("somebody else's", "rejected the key"),
         ("display", "display may not train"),
     ],
 )

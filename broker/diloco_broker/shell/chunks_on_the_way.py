@@ -110,7 +110,7 @@ def end_keepers_of_old(readers: Iterable[Reader], newest: Mapping[int, int]) -> 
     for reader, pieces in kept[:-1]:
         if total <= STRANGERS_MAY_KEEP:
             break
-        ended.append(f"{total >> 20} MiB of old parameters that were not read")
+        ended.append(f"{total >> 20} MiB of unread old parameters")
         reader.shut()
         keepers.subtract(pieces.keys())
         total -= sum(size for piece, size in pieces.items() if not keepers[piece])

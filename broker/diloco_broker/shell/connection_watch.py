@@ -152,9 +152,8 @@ class Connection:
         self._see_sent(figures, now)
         if turns - self._seen_at < cycle:
             return
-        if (
-            self.heard and turns - self._seen_at < EVERYBODY
-        ):  # more complete messages may be pending
+        # More complete messages may be pending.
+        if self.heard and turns - self._seen_at < EVERYBODY:
             self._came += self.owed + figures.taken - self._taken - self.heard
             self._taken, self.owed, self.heard, self._seen_at = figures.taken, 0, 0, turns
             return

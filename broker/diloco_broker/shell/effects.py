@@ -168,9 +168,7 @@ class Executor:
                 if effect.payload is None:  # chunks use another connection
                     self._send_acks()
                 self._send(effect)
-            case (
-                effects.Fold() | effects.Inspect() | effects.Step()
-            ):  # first: the most frequent effects
+            case effects.Fold() | effects.Inspect() | effects.Step():  # the most frequent first
                 ports.tensors.add(effect)
             case effects.SplitModel():
                 self._pending.append(self._split(effect))

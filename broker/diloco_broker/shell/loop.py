@@ -230,9 +230,7 @@ class Loop:
             self._publish()
         except Exception as error:
             self._say_goodbye(error)
-            if (
-                self._writer is not None
-            ):  # a queued checkpoint is immutable, so the error is not in it
+            if self._writer is not None:  # queued checkpoints are immutable, so without the error
                 self._writer.finish(SAVE_WITHIN_S)
             raise
 

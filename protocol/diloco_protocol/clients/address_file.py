@@ -25,9 +25,7 @@ from diloco_protocol.errors import UsageError
 SCHEME = "file://"
 LARGEST_FILE = 1024  # bytes
 # The valid values of an address, as the end of the sentence "NAME is VALUE; it must be ...".
-ADDRESS = (
-    "an address like tcp://10.0.0.1:8512, several with commas in between, or file:///PATH of one"
-)
+ADDRESS = "an address like tcp://10.0.0.1:8512, several separated by commas, or file:///PATH of one"
 
 
 class NoAddress(Exception):

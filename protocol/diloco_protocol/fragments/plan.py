@@ -60,8 +60,8 @@ class FragmentPlan:
         deciding = [e for e in trainable if e.elements > 0]
         if not deciding:
             raise UsageError(
-                f"The model has no trainable parameters with elements to split (num_fragments is "
-                f"{num_fragments}); set requires_grad of the parameters to train."
+                "The model has no trainable parameters with elements for num_fragments "
+                f"{num_fragments}; set requires_grad of the parameters to train."
             )
         if len(deciding) < num_fragments:
             raise UsageError(

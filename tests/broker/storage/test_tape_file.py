@@ -114,7 +114,7 @@ def test_what_a_killed_broker_wrote_is_read_up_to_the_cut(tmp_path: Path, cut: i
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (b"", "ends"),
+        (b"", "is empty"),
         (b"\x01\x02", "not a tape"),
         (b"\xc1\xc1", "not a tape"),
         (b"\x80", "not a tape"),
@@ -185,7 +185,7 @@ def test_run_goes_on_when_the_tape_cannot_be_written(
         stage.passes(1.0)
     assert stage.version().counter == 20
     tape.close()
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_disk_that_is_too_slow_ends_the_tape_and_not_the_run(

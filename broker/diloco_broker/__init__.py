@@ -1,4 +1,4 @@
-"""The DiLoCo broker: averages pseudo-gradients, takes the outer step, hands parameters back."""
+"""The DiLoCo broker: averages pseudo-gradients, takes the outer step, returns parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Only when asked for: they import torch, which takes seconds that `diloco-broker status` has not.
+    # Imported on first use: torch takes seconds to import, and `diloco-broker status` does not need it.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

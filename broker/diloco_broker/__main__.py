@@ -1,4 +1,4 @@
-"""`python -m diloco_broker` is `diloco-broker`."""
+"""Run `diloco-broker` as `python -m diloco_broker`."""
 
 from diloco_broker.cli.app import app
 

@@ -1,10 +1,9 @@
-"""The broker without its world: for programs with their own network, tensors and clock.
+"""The pure broker, for programs that bring their own network, tensors and clock.
 
-What the real broker decides with, and nothing that it acts with: the state machine, its options, what
-goes in (`events`) and what it asks for (`effects`), and the one place where effects are carried out,
-whose ports are handed in. A simulation in which these decide has the rules of a real run: who is waited
-for, which chunk goes when, what a worker may have under way. Nothing here reaches torch, a socket or
-the clock.
+These are the decisions of the real broker without its I/O: the state machine, its options, its inputs
+(`events`) and outputs (`effects`), and the executor that runs effects on the ports given to it. A
+simulation that uses them follows the rules of a real run: which workers a round waits for, the order of
+chunks, the upload window of a worker. Nothing here uses torch, a socket or the clock.
 """
 
 from diloco_broker.config import BrokerConfig

@@ -1,7 +1,7 @@
-"""What both ends of DiLoCo must agree on: messages, frames, the cut of a model, codecs, versions.
+"""The protocol that broker and workers share: messages, frames, model layout, codecs, versions.
 
-Pure functions and records, without socket, thread, clock or torch, but for `clients` (ask a broker over
-a socket) and `tensors` (torch). The specification is docs/specification.md.
+Pure functions and records, without sockets, threads, clocks or torch, except for `clients` (talk to a
+broker over a socket) and `tensors` (torch). The specification is protocol/SPECIFICATION.md.
 """
 
 from diloco_protocol.bitmap import Bitmap

@@ -1,14 +1,14 @@
-"""Addresses of a broker: the defaults, the short forms that users write, and what can be reached."""
+"""Addresses of a broker: defaults, short forms that users write, and checks of reachability."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 
-CONTROL_PORT, FEED_PORT = 8512, 8513  # where an address names none
+CONTROL_PORT, FEED_PORT = 8512, 8513  # defaults of addresses without a port
 DEFAULT_CONTROL_ADDRESS = f"tcp://127.0.0.1:{CONTROL_PORT}"
 DEFAULT_FEED_ADDRESS = f"tcp://127.0.0.1:{FEED_PORT}"
-# What a socket is bound to where all addresses of its machine are meant, which no client can connect to.
+# Hosts to bind to all addresses of a machine; clients cannot connect to them.
 EVERYWHERE = frozenset({"*", "0.0.0.0", "[::]", "[::0]"})
 # A host name, an IPv4 address, an IPv6 address in brackets, or `*`.
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
@@ -30,7 +30,7 @@ def with_scheme(address: str, port: int | None = CONTROL_PORT) -> str:
 
 
 def address_or_path(text: str) -> str | None:
-    """The control address where a command takes an address or a path; None for a path.
+    """The control address in an argument that is an address or a path; None for a path.
 
     Text without a port is a path, unless it is localhost or an IP address.
     """
@@ -42,9 +42,9 @@ def address_or_path(text: str) -> str | None:
 
 
 def several(text: str) -> tuple[str, ...]:
-    """The control addresses in a text, separated by commas, each as by `with_scheme`.
+    """Split a text at commas into control addresses, each completed as by `with_scheme`.
 
-    The path of a file:// address may have commas, so it stands alone.
+    A file:// address is not split, because its path may contain commas.
     """
     if text.startswith("file://"):
         return (text,)
@@ -52,7 +52,7 @@ def several(text: str) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`, a number or a name; no port."""
+    """Whether a socket bound to `host`, an IP address or a name, is reachable from this machine only."""
     if host == "localhost":
         return True
     return _is_ip(host) and ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -67,16 +67,16 @@ def _is_ip(host: str) -> bool:
 
 
 def can_be_reached(address: str) -> bool:
-    """False for what libzmq would accept and then never reach: a port out of range, odd characters."""
+    """False for addresses that libzmq accepts but never reaches: bad ports, unprintable characters."""
     port = address.rpartition(":")[2]
     is_port = port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
     return address.isprintable() and (is_port or not address.startswith("tcp://"))
 
 
 def as_reached(bound: str, at: str) -> str:
-    """The address of a socket of the broker that we reach at `at`, by what that socket is bound to.
+    """The address to connect to for a socket that is bound to `bound`, of the broker reached at `at`.
 
-    A socket bound to every address of its machine is reached at the host of the other.
+    A socket bound to all addresses of its machine is reached at the host of `at`.
     """
     scheme, separator, rest = bound.partition("://")
     host, colon, port = rest.rpartition(":")

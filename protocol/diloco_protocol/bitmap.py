@@ -1,4 +1,4 @@
-"""A set of chunk numbers: which have arrived, are held, or were counted."""
+"""Sets of chunk numbers as bitmaps, for example of arrived, held or counted chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bitmap:
 
     @classmethod
     def from_bytes(cls, raw: bytes, size: int) -> Bitmap:
-        """Read `to_bytes`; raises ProtocolError when the length or a bit past `size` is wrong."""
+        """Read `to_bytes`; raises ProtocolError if the length is wrong or a bit past `size` is set."""
         bits = int.from_bytes(raw, "little")
         if len(raw) != (size + 7) // 8 or bits >> size:
             raise ProtocolError(
@@ -42,7 +42,7 @@ class Bitmap:
         self._bits &= ~(1 << index)
 
     def missing(self) -> Iterator[int]:
-        """The chunk numbers not in the set, in ascending order."""
+        """The chunk numbers that are not in the set, in ascending order."""
         return (index for index in range(self.size) if not self._bits >> index & 1)
 
     @property

@@ -1,16 +1,16 @@
-"""How a model is cut for the wire: fragments, segments, the flat vector, chunks.
+"""The layout of a model on the wire: fragments, segments (flat vectors), chunks.
 
-The tensors of a fragment are laid end to end, in the manifest's order, in up to three flat vectors
-called segments, since they follow different rules:
+The tensors of a fragment are concatenated, in the manifest's order, to up to three flat vectors called
+segments, which follow different rules:
 
     parameters   trainable parameters; averaged pseudo-gradient, outer optimizer; wire dtype by choice
     buffers      float buffers (BatchNorm statistics); averaged as they are; always fp32 on the wire
     integers     integer and boolean buffers; element-wise maximum; always int64 on the wire
 
 Each segment is cut every `CHUNK_ELEMENTS` elements, and the chunks of a fragment are numbered through
-its segments in that order. Frozen parameters make one more fragment, numbered after the others, that
-is never trained: it travels once, when a worker joins, with floats as `buffers` and the rest as
-`integers`. Constants with infinities belong to it.
+its segments in that order. Frozen parameters form one more fragment, numbered after the others, which
+is never trained: it is sent once, when a worker joins, with floats as `buffers` and other values as
+`integers`. It includes constants with infinities.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from enum import Enum
 
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
-# Elements of a chunk: 1 MiB in bf16, 2 MiB in fp32. At 1 MiB and a window of 4 to 16, ZeroMQ moves
-# about as much as a raw TCP connection; at 256 KiB two thirds of it.
+# Elements of a chunk: 1 MiB in bf16, 2 MiB in fp32. At 1 MiB and a window of 4 to 16, ZeroMQ is about as
+# fast as a raw TCP connection; at 256 KiB it has two thirds of the throughput.
 CHUNK_ELEMENTS = 524_288
-# Chunks of a model, of each of which both ends keep books: more than any model has at the usual size.
-# Bounds the cost of chunk sizes that a peer chooses.
+# Limit of the chunks of a model, for each of which both ends keep state. No model has this many at the
+# default size; the limit matters if a peer chooses a smaller size.
 MOST_CHUNKS = 1_000_000
 
 
 class Segment(str, Enum):
-    """One of the flat vectors of a fragment; see the head of this module."""
+    """The kinds of flat vectors of a fragment; the module docstring has their rules."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -39,7 +39,7 @@ class Segment(str, Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor lies: elements [start, stop) of its segment's flat vector."""
+    """The position of a tensor: elements [start, stop) of its segment's flat vector."""
 
     entry: TensorEntry
     segment: Segment
@@ -63,7 +63,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """The tensors of one fragment in their flat vectors, and the chunks these are cut into."""
+    """The positions of a fragment's tensors in its flat vectors, and the chunks of these."""
 
     fragment: int
     places: tuple[Place, ...]
@@ -76,7 +76,7 @@ class FragmentLayout:
         return len(self.spans)
 
     def names_in(self, index: int) -> list[str]:
-        """Names of the tensors that a chunk has elements of."""
+        """Names of the tensors that have elements in a chunk."""
         span = self.spans[index]
         return [
             place.entry.name
@@ -88,10 +88,10 @@ class FragmentLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The whole model: P fragments that are trained in turn, then the frozen one."""
+    """The layout of a model: P fragments that are trained in turn, then the frozen one."""
 
     fragments: tuple[FragmentLayout, ...]  # 0 .. P - 1
-    frozen: FragmentLayout  # fragment P; it may be empty
+    frozen: FragmentLayout  # fragment P; may be empty
 
     @property
     def all(self) -> tuple[FragmentLayout, ...]:
@@ -107,8 +107,8 @@ def lay_out(
 ) -> ModelLayout:
     """Cut a model into fragments, segments and chunks; both ends must use the same `chunk_elements`.
 
-    `fragment_of` has trainable parameters by name; fragment 0 where it is silent. Buffers belong to the
-    last of P fragments, so that they travel once in P rounds.
+    `fragment_of` maps names of trainable parameters to fragments, by default to 0. Buffers belong to the
+    last of P fragments, so they are sent once in P rounds.
     """
     fragment_of = fragment_of or {}
     members: list[list[TensorEntry]] = [[] for _ in range(num_fragments + 1)]
@@ -127,9 +127,9 @@ def lay_out(
 def lay_out_plan(
     manifest: Manifest, plan: Sequence[int], *, num_fragments: int, chunk_elements: int
 ) -> ModelLayout:
-    """Cut a model by a plan as it travels: the fragment of each manifest entry, empty where P is 1.
+    """Cut a model by a plan in wire form: the fragment of each manifest entry, empty if P is 1.
 
-    The numbers must fit the model, as `FragmentPlan.from_numbers` makes sure.
+    The numbers must fit the model, as checked by `FragmentPlan.from_numbers`.
     """
     names = (entry.name for entry in manifest.entries)
     fragment_of = dict(zip(names, plan, strict=True)) if plan else None
@@ -156,7 +156,7 @@ def _fragment(fragment: int, entries: list[TensorEntry], chunk_elements: int) ->
 
 
 def cut(lengths: Mapping[Segment, int], chunk_elements: int) -> tuple[ChunkSpan, ...]:
-    """The chunks of a fragment with these numbers of elements in its segments."""
+    """The chunks of a fragment whose segments have these lengths, in elements."""
     spans: list[ChunkSpan] = []
     for segment in Segment:
         for start in range(0, lengths[segment], chunk_elements):

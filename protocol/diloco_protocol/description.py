@@ -1,7 +1,8 @@
-"""The description of a model: its manifest, packed, for a model that is too large for a header.
+"""Descriptions of models: packed manifests that are too large for a header.
 
-A `join` then names the description by its digest. A broker that knows one with this digest takes the
-worker in as if the manifest had been there; another asks for it, and it comes in pieces.
+A `join` then has the digest of the description instead of the manifest. A broker that knows a
+description with this digest handles the join as if it had the manifest; otherwise it requests the
+description, which is sent in parts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain, to_plain
 
-# What a header has room for, and the whole. 50,000 tensors take about 5 MB.
+# Bytes of a part, which must fit into a header, and of a description. 50,000 tensors take about 5 MB.
 PIECE_BYTES = 48 << 10
 MOST_BYTES = 8 << 20
-# Bytes a second that a slow link carries: both ends give a description the time that it takes then.
+# Bytes per second of a slow link, from which both ends compute the timeout of a description.
 LEAST_RATE = 16 << 10
 
 
@@ -38,11 +39,11 @@ class Description:
 
 
 def seconds_for(size: int) -> float:
-    """How long a description of `size` bytes may take on its way."""
+    """The timeout for the transfer of a description of `size` bytes."""
     return size / LEAST_RATE
 
 
-@lru_cache(maxsize=2)  # a broker asks at each join
+@lru_cache(maxsize=2)  # a broker calls it at each join
 def describe(manifest: Manifest) -> Description:
     """Pack a manifest."""
     packed = bytes(msgpack.packb(to_plain(manifest)))
@@ -50,42 +51,42 @@ def describe(manifest: Manifest) -> Description:
 
 
 class DescriptionInProgress:
-    """A packed manifest of `size` bytes, whose pieces are received one after the other.
+    """A packed manifest of `size` bytes that is being received in parts.
 
     Raises:
-        ProtocolError: it is too long.
+        ProtocolError: it is too large.
     """
 
     def __init__(self, digest: bytes, size: int) -> None:
         if not 0 < size <= MOST_BYTES:
             raise ProtocolError(
                 Code.MODEL_DIFFERS,
-                f"The description of the model has {size} bytes; it may have {MOST_BYTES}.",
+                f"The description of the model has {size} bytes; the limit is {MOST_BYTES}.",
             )
         self.digest, self.size = digest, size
         self._packed = bytearray()
 
     def add(self, piece: bytes) -> bool:
-        """Take in the next piece; returns whether it was the last.
+        """Add the next part; returns whether it was the last.
 
         Raises:
-            ProtocolError: the pieces do not match the announced size or digest.
+            ProtocolError: the parts do not match the announced size or digest.
         """
         self._packed += piece
         if not piece or len(self._packed) > self.size:
-            raise _wrong(f"{len(self._packed)} of {self.size} bytes came")
+            raise _wrong(f"{len(self._packed)} of {self.size} bytes arrived")
         if len(self._packed) < self.size:
             if len(piece) != PIECE_BYTES:
                 raise _wrong(
-                    f"a piece of {len(piece)} bytes is not the last, so it has {PIECE_BYTES}"
+                    f"a part that is not the last must have {PIECE_BYTES} bytes, got {len(piece)}"
                 )
             return False
         if hashlib.sha256(self._packed).digest() != self.digest:
-            raise _wrong("its digest is another one")
+            raise _wrong("its digest differs")
         return True
 
     def manifest(self) -> Manifest:
-        """What all the pieces say. To read 50,000 tensors takes a moment.
+        """Parse the complete description, which takes noticeable time for 50,000 tensors.
 
         Raises:
             ProtocolError: it is not a manifest.
@@ -99,5 +100,5 @@ class DescriptionInProgress:
 
 def _wrong(why: str) -> ProtocolError:
     return ProtocolError(
-        Code.BAD_HEADER, f"The description of the model is not what the join named: {why}."
+        Code.BAD_HEADER, f"The description of the model does not match the join: {why}."
     )

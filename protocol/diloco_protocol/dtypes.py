@@ -1,4 +1,4 @@
-"""What chunks travel in, by name, and the bytes that they take: what can be known without torch."""
+"""Wire dtypes by name, and the sizes of chunks in them, without torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.errors import UsageError
 
-# Elements that have a scale together, in codecs of few bits, and the bytes of a scale.
+# Elements that share a scale in quantized codecs, and the bytes of a scale.
 BLOCK = 256
 SCALE_BYTES = 2
-# Elements of a block of `top64`, how many of them it keeps, and its bytes.
+# Elements of a block of `top64`, the elements that it keeps, and its bytes.
 TOP_BLOCK, TOP_KEPT, TOP_BYTES = 4096, 64, 84
 
 
 def packed_most(elements: int) -> int:
-    """Bytes that a chunk in int4z may have: zstd adds a little to codes that it cannot shorten."""
+    """Maximum bytes of a chunk in int4z: zstd adds a little to incompressible codes."""
     blocks = -(-elements // BLOCK)
     codes = blocks * BLOCK // 2
     return blocks * SCALE_BYTES + codes + (codes >> 8) + 64
 
 
 def packed_least(elements: int) -> int:
-    """Bytes that it has at least: its scales, and an empty frame of zstd."""
+    """Minimum bytes of a chunk in int4z: its scales and an empty zstd frame."""
     return -(-elements // BLOCK) * SCALE_BYTES + 9
 
 
@@ -32,10 +32,10 @@ class WireSize:
     """Bytes of a chunk on the wire.
 
     Attributes:
-        element: bytes of one, with its part of all that comes with it; for `packed` as in training.
-        block: elements that are encoded together, the last of a chunk with zeros behind them; and the
-            bytes of such a block, 0 where `element` says it all.
-        packed: how many they are depends on the values: between `packed_least` and `packed_most`.
+        element: bytes per element, including its share of the overhead; for `packed` as in training.
+        block: elements that are encoded together (the last block of a chunk is padded with zeros), and
+            the bytes of a block; 0 if `element` suffices.
+        packed: the size depends on the values, and is between `packed_least` and `packed_most`.
     """
 
     element: float
@@ -43,19 +43,18 @@ class WireSize:
     packed: bool = False
 
     def most(self, elements: int) -> int:
-        """Bytes of a chunk of `elements` elements; of a packed one the most that it may have."""
+        """Bytes of a chunk with this number of elements; for a packed one the maximum."""
         if self.packed:
             return packed_most(elements)
         size, of_block = self.block
         return -(-elements // size) * (of_block or int(self.element))
 
     def least(self, elements: int) -> int:
-        """Bytes that it has at least."""
+        """Minimum bytes of a chunk with this number of elements."""
         return packed_least(elements) if self.packed else self.most(elements)
 
 
-# By the name of the codec (`codecs.CODECS` has the other half of each row): what parameters may travel
-# in, and what integers do.
+# Sizes by codec name (`codecs.CODECS` has the codecs), for parameters and for integers (int64).
 SIZES = {
     "fp32": WireSize(4),
     "bf16": WireSize(2),
@@ -66,33 +65,33 @@ SIZES = {
     "top64": WireSize(TOP_BYTES / TOP_BLOCK, (TOP_BLOCK, TOP_BYTES)),  # 0.16 bits
     "int64": WireSize(8),
 }
-# What buffers and integers travel in, whatever the parameters do.
+# The wire dtypes of buffers and integers, independent of that of parameters.
 BUFFERS_DTYPE, INTEGERS_DTYPE = "fp32", "int64"
-# What pseudo-gradients may travel in, and what parameters.
+# Valid dtypes of pseudo-gradients (`WIRE_DTYPES`) and of parameters in replies (`REPLY_DTYPES`).
 WIRE_DTYPES = tuple(name for name in SIZES if name != INTEGERS_DTYPE)
-# Experiments, not recommended: for pseudo-gradients alone.
+# Experimental dtypes, not recommended, for pseudo-gradients only.
 EXPERIMENTAL = ("top64",)
 REPLY_DTYPES = tuple(name for name in WIRE_DTYPES if name not in EXPERIMENTAL)
 
 
 def in_few_bits(name: str) -> bool:
-    """Whether encoding in it loses a noticeable part of the values, so that the rest is kept."""
+    """Whether a wire dtype is quantized, so that its error must be fed back."""
     return SIZES[name].element < SIZES["bf16"].element
 
 
 def whole_dtype(reply_dtype: str) -> str:
-    """What parameters travel in that come whole, not as a difference: few bits are for differences."""
+    """The dtype of full parameters in replies: only differences are quantized."""
     return "fp32" if in_few_bits(reply_dtype) else reply_dtype
 
 
 def check_wire_dtype(name: str, known: Sequence[str] = WIRE_DTYPES) -> None:
-    """Raise UsageError for a wire dtype that there is not."""
+    """Raise UsageError for an unknown wire dtype."""
     if name not in known:
         raise UsageError(f"Unknown wire dtype {name!r}; choose one of {', '.join(known)}.")
 
 
 def travels_in(segment: Segment, wire_dtype: str) -> str:
-    """What a segment travels in, where parameters travel in `wire_dtype`."""
+    """The wire dtype of a segment, if that of parameters is `wire_dtype`."""
     match segment:
         case Segment.PARAMETERS:
             return wire_dtype
@@ -103,10 +102,10 @@ def travels_in(segment: Segment, wire_dtype: str) -> str:
 
 
 def span_bytes(span: ChunkSpan, wire_dtype: str) -> int:
-    """Bytes of a chunk on the wire, where parameters travel in `wire_dtype`: the most in int4z."""
+    """Bytes of a chunk on the wire, if parameters are sent in `wire_dtype`; for int4z the maximum."""
     return SIZES[travels_in(span.segment, wire_dtype)].most(span.elements)
 
 
 def least_bytes(span: ChunkSpan, wire_dtype: str) -> int:
-    """Bytes that such a chunk has at least: the same but in int4z."""
+    """Minimum bytes of such a chunk; differs from `span_bytes` only for int4z."""
     return SIZES[travels_in(span.segment, wire_dtype)].least(span.elements)

@@ -1,4 +1,4 @@
-"""What a model consists of: names, shapes, dtypes and order of its tensors, and how two differ."""
+"""Manifests: names, shapes, dtypes and order of a model's tensors; and differences between two."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
-# Differences named in a refusal; a different model has hundreds and the first few tell which it is.
+# Differences named in a refusal; a different model has hundreds, and the first few identify it.
 DIFFERENCES_NAMED = 5
 
-# Books are kept for each chunk: 200,000 of them at this size. Far above what any host could hold.
+# Elements of a model: 200,000 chunks, each of which has state. Far more than any host can store.
 MAX_ELEMENTS = 10**11
 MAX_DIMENSIONS = 16
 
-# What DDP and torch.compile put in front of the names of what they wrap.
+# Prefixes that DDP and torch.compile add to names of wrapped modules.
 IN_DDP = "module."
 COMPILED = "_orig_mod."
 
@@ -23,7 +23,7 @@ INTEGER_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "bool"})
 
 
 class Kind(str, Enum):
-    """How a tensor takes part in training."""
+    """The role of a tensor in training."""
 
     TRAINABLE = "trainable"
     FROZEN = "frozen"
@@ -37,8 +37,8 @@ class TensorEntry:
     name: str  # its key in the model's `state_dict`
     shape: tuple[int, ...]  # () for a scalar
     dtype: str  # torch's name without the prefix: "float32", "bfloat16", "int64", ...
-    kind: Kind  # a float buffer that holds infinities at the start, as a causal mask, is frozen too
-    aliases: tuple[str, ...] = ()  # other keys of the very same tensor (tied weights travel once)
+    kind: Kind  # float buffers that have infinities at the start (causal masks) are frozen too
+    aliases: tuple[str, ...] = ()  # other keys of the same tensor (tied weights are sent once)
 
     @property
     def elements(self) -> int:
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of a model, in the order in which they are laid in the flat vector."""
+    """The tensors of a model, in their order in the flat vectors."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -63,7 +63,7 @@ class Manifest:
         return sum(e.elements for e in self.entries if e.kind is Kind.TRAINABLE)
 
     def problems(self) -> list[str]:
-        """Sentences on what makes this manifest unusable; empty when it is sound."""
+        """Clauses that say why this manifest is unusable; empty if it is valid."""
         found = []
         seen: set[str] = set()
         for entry in self.entries:
@@ -87,9 +87,9 @@ class Manifest:
 
 
 def without_wrappers(manifest: Manifest) -> Manifest:
-    """The manifest without the names of DDP (around the model) and torch.compile (around its parts).
+    """The manifest without the prefixes of DDP (on the model) and torch.compile (on its parts).
 
-    State dicts of wrapped models keep these names, and so do manifests that are made from them.
+    State dicts of wrapped models have these prefixes, and so do manifests made from them.
     """
     names = [name for entry in manifest.entries for name in (entry.name, *entry.aliases)]
     is_in_ddp = all(name.replace(COMPILED, "").startswith(IN_DDP) for name in names)
@@ -107,7 +107,7 @@ def without_wrappers(manifest: Manifest) -> Manifest:
 
 
 def differences(ours: Manifest, theirs: Manifest) -> list[str]:
-    """What separates two manifests, one clause each ("theirs lacks ..."); empty when equal."""
+    """The differences of two manifests, one clause each ("it lacks ..."); empty if they are equal."""
     mine = {entry.name: entry for entry in ours.entries}
     other = {entry.name: entry for entry in theirs.entries}
     found = [f"it lacks {mine[name]}" for name in mine if name not in other]
@@ -124,7 +124,7 @@ def differences(ours: Manifest, theirs: Manifest) -> list[str]:
 
 
 def summarise(clauses: Sequence[str]) -> str:
-    """The first few clauses in one line, and how many more there are."""
+    """The first few clauses in one line, and the number of the others."""
     named = "; ".join(clauses[:DIFFERENCES_NAMED])
     more = len(clauses) - DIFFERENCES_NAMED
     return f"{named}; and {more} more" if more > 0 else named

@@ -1,7 +1,7 @@
-"""Every message kind as a typed, frozen record, and the header that it travels in.
+"""All message kinds as typed, frozen records, and the codec of their headers.
 
-The header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, as the
-codec of `records` writes them. The meaning of each is in docs/specification.md.
+A header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, encoded by
+`records`. protocol/SPECIFICATION.md defines their meaning.
 """
 
 from __future__ import annotations
@@ -22,68 +22,70 @@ from diloco_protocol.records import from_plain, plain_fields
 from diloco_protocol.version import Ledger, VersionId
 
 PROTOCOL_VERSION = 1
-# How float buffers travel in a push: as they are. Earlier releases sent differences from the base, and
-# late work drove variances below zero. Each end says it, or values would be read as differences.
+# The form of float buffers in a push: values. Earlier releases sent differences from the base, with
+# which late work made variances negative. Both ends announce the form, so that it is never misread.
 BUFFERS = "values"
 
-# What a run may be told where the choice is one of names; what each means is in `RunConfig`.
+# The choices of fields of `RunConfig`, which explains them.
 MODES = ("sync", "async")
 MERGES = ("alpha", "rebase")
 WEIGHTS = ("equal", "tokens", "samples")
 
 LONGEST_WORKER_ID = 64  # characters
 MOST_PROCESSES = 256  # of one worker: 32 machines with eight accelerators
-LONGEST_JOIN = 60 << 10  # bytes of its header; in a longer one the manifest is only named
-# Of a probe's buffer, bytes: less than a message that a stranger may be in the middle of.
+LONGEST_JOIN = 60 << 10  # bytes of its header; a longer one has only the digest of the manifest
+# Bytes of a probe's buffer: below the limit of a message of a peer that has not joined.
 LONGEST_PROBE = 48 << 10
 
 
 def is_worker_id(text: str) -> bool:
-    """Can a worker be called that: 1 to `LONGEST_WORKER_ID` printable characters?"""
+    """Whether a text is a valid worker id: 1 to `LONGEST_WORKER_ID` printable characters."""
     return 0 < len(text) <= LONGEST_WORKER_ID and text.isprintable()
 
 
 def is_data_set_name(text: str) -> bool:
-    """Can a data set be called that: 1 to `LONGEST_WORKER_ID` printable characters?"""
+    """Whether a text is a valid data set name: 1 to `LONGEST_WORKER_ID` printable characters."""
     return is_worker_id(text)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How the run is trained. The broker owns it and hands it out in `welcome`."""
+    """The training configuration of a run. The broker owns it and sends it in `welcome`."""
 
-    mode: str  # "sync" (rounds) or "async" (each push is an outer step of its own)
+    mode: str  # "sync" (rounds) or "async" (each push is a separate outer step)
     sync_every: int  # H, inner (optimizer) steps between two pushes of a fragment
     num_fragments: int = 1  # P
     fragment_sync_delay: int = 0  # tau, inner steps from sending a fragment to merging the reply
     fragment_update_alpha: float = 0.0  # weight of the local parameters in that merge
-    fragment_merge: str = "alpha"  # the paper's; or "rebase", which keeps the steps made meanwhile
-    # Inner steps after which a worker waits for a late reply; None = tau, and with `fragment_delay_auto`
-    # what `fragments.longest_delay` says.
+    fragment_merge: str = (
+        "alpha"  # as in the paper; or "rebase", which keeps the steps since sending
+    )
+    # Inner steps at which a worker pauses to wait for a late reply; None = tau, and with
+    # `fragment_delay_auto` the result of `fragments.longest_delay`.
     fragment_max_delay: int | None = None
-    # merged at the first step at which all of it is here; tau is 0
+    # merge replies at the first step after their arrival; tau is 0
     fragment_delay_auto: bool = False
-    dylu: bool = False  # the answers to heartbeats carry an H for each worker
-    weight_by: str = "equal"  # what a contribution weighs; or its "tokens" or "samples"
+    dylu: bool = False  # replies to heartbeats have an H for each worker
+    weight_by: str = "equal"  # weight of a contribution; or its "tokens" or "samples"
     wire_dtype: str = "bf16"  # of pseudo-gradients, worker to broker
     reply_dtype: str = "fp32"  # of parameters, broker to worker
     heartbeat_timeout: float = 120.0  # seconds of silence after which a worker is dead; 0 = never
     chunk_elements: int = CHUNK_ELEMENTS  # of a chunk, both ways
-    # How float buffers travel in a push, `BUFFERS` in this release. A broker that does not say so is of
-    # an earlier one and takes them for differences.
+    # Form of float buffers in a push, `BUFFERS` in this release. A broker without this field is of an
+    # earlier release, which expects differences.
     buffers: str = "differences"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, with all that its workers have done; 0: nothing, or a broker that does not say.
+    """The progress of a run; 0 also if the broker does not report a value.
 
     Attributes:
-        rounds: that have been made; in asynchronous mode pushes that were applied.
-        steps: optimizer steps that a worker which was there from the beginning has behind it.
-        tokens: that all workers together have reported with what is counted.
-        seconds: in which rounds could close.
-        max_rounds, token_budget, max_seconds: the run ends there; None: no such end is set.
+        rounds: closed rounds; in asynchronous mode applied pushes.
+        steps: optimizer steps of a worker that was in the run from the start.
+        tokens: tokens of counted work, as reported by all workers.
+        seconds: time during which rounds could close.
+        max_rounds, token_budget, max_seconds: limits at which the run ends; None: no limit.
     """
 
     rounds: int = 0
@@ -96,7 +98,7 @@ class Progress:
 
     @property
     def fraction(self) -> float | None:
-        """How much of the run is done, 0 to 1, by the end that is nearest; None where none is set."""
+        """The completed part of the run, 0 to 1, by the nearest limit; None without limits."""
         ends = (
             (self.rounds, self.max_rounds),
             (self.tokens, self.token_budget),
@@ -106,24 +108,24 @@ class Progress:
 
 
 class Purpose(str, Enum):
-    """Why a worker pushes."""
+    """The purpose of a push."""
 
     GRADIENT = "gradient"  # a pseudo-gradient for a round
-    DONATION = "donation"  # parameters for a broker that has none
+    DONATION = "donation"  # initial parameters from a seed worker
 
 
 class Standing(str, Enum):
-    """What the broker already has of a push."""
+    """The state of a push at the broker."""
 
-    NEW = "new"  # nothing: send every chunk
-    RESUME = "resume"  # the chunks in `held`: send the others
-    COUNTED = "counted"  # all of it is in a version already: send nothing, pull
-    WAIT = "wait"  # its round is not open yet: another grant follows
+    NEW = "new"  # no chunk has arrived: send all
+    RESUME = "resume"  # the chunks in `held` have arrived: send the others
+    COUNTED = "counted"  # a version contains all of it: send nothing, pull
+    WAIT = "wait"  # its round is not open yet: wait for another grant
 
 
 @dataclass(frozen=True)
 class Message:
-    """Base of all messages; `kind` is its name on the wire, that of the class in small letters."""
+    """Base of all messages; `kind` is the name on the wire, the class name in lower case."""
 
     kind: ClassVar[str]
 
@@ -133,9 +135,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Lot:
-    """Units of the work queue that count when all of these pushes do."""
+    """A batch of units of the work queue, which counts when all of these pushes are counted."""
 
-    pushes: tuple[int, ...]  # push ids, of each fragment the one with the last steps of these units
+    pushes: tuple[int, ...]  # ids, for each fragment of the push with the last steps of these units
     units: Mapping[str, tuple[int, ...]]  # by data set, ranges of tickets: start, stop, start, stop
 
 
@@ -144,10 +146,10 @@ class Lot:
 
 @dataclass(frozen=True)
 class Join(Message):
-    """Ask to take part. `wants` names only what the worker insists on, by RunConfig field.
+    """Ask to join the run. `wants` has only the values that the worker requires, by RunConfig field.
 
-    A worker of several `processes` has a lane, a connection for chunks, for each. A manifest that is
-    too long for a header is left out; `digest` and `size` name its description.
+    A worker with several `processes` has a lane (a data connection) for each. A manifest that is too
+    long for a header is omitted; `digest` and `size` are those of its description.
     """
 
     worker_id: str
@@ -162,14 +164,12 @@ class Join(Message):
     digest: bytes | None = None
     size: int = 0
     processes: int = 1
-    voter: int | None = (
-        None  # random, of this process of the worker: whose votes (docs/specification.md, section 16)
-    )
+    voter: int | None = None  # random id of this incarnation of the worker, for votes (STANDBY.md)
 
 
 @dataclass(frozen=True)
 class Describe(Message):
-    """The next piece of the description that this connection's join has named, as it was asked for."""
+    """The next part of the description that this connection's join referred to, on request."""
 
     piece: bytes
 
@@ -182,7 +182,7 @@ class Leave(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """A sign of life. Carries the step count, so that a hung training loop is seen."""
+    """Shows that the worker is alive. The step count reveals a hung training loop."""
 
     session: bytes
     step: int
@@ -192,13 +192,13 @@ class Heartbeat(Message):
     loss: float | None = None
     tokens: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of the last merge
-    warning: str | None = None  # what people should know of this worker, as long as it holds
-    saved: int | None = None  # the number of the last `save_all` that its script has carried out
+    warning: str | None = None  # a current problem of this worker, for people
+    saved: int | None = None  # the number of the last `save_all` that its script has executed
 
 
 @dataclass(frozen=True)
 class Push(Message):
-    """Offer a pseudo-gradient (or, as a donation, whole parameters); a `grant` answers."""
+    """Offer a pseudo-gradient (or, from a seed worker, initial parameters); the reply is a `grant`."""
 
     session: bytes
     push_id: int
@@ -214,22 +214,22 @@ class Push(Message):
     norm: float | None = None
     purpose: Purpose = Purpose.GRADIENT
     ledger: Ledger | None = None
-    buffers: str = "differences"  # how its float buffers travel: `BUFFERS`
-    lots: tuple[Lot, ...] | None = None  # units of the work queue that count with this push
+    buffers: str = "differences"  # form of its float buffers: `BUFFERS`
+    lots: tuple[Lot, ...] | None = None  # batches of work units that count with this push
 
 
 @dataclass(frozen=True)
 class Chunk(Message):
-    """One chunk, both ways; the buffer frame follows. Up: session, push_id. Down: version."""
+    """A chunk, in either direction, followed by its buffer. Up: session, push_id. Down: version."""
 
     fragment: int
     index: int
     session: bytes | None = None
     push_id: int | None = None
     version: VersionId | None = None
-    # Down, in few bits: the payload is what the chunk has more than that of this version, which the
-    # reader holds; a code for each version in between, of these lengths in bytes, to be added in order.
-    # The checksum is that of the chunk which comes of it (`tensors.codecs.checksum`).
+    # Down, quantized: the payload is the difference from the chunk of version `delta_of`, which the
+    # reader holds: one code for each version since then, with these lengths in bytes, to be added in
+    # order. The checksum is that of the resulting chunk (`tensors.codecs.checksum`).
     delta_of: VersionId | None = None
     parts: tuple[int, ...] | None = None
     checksum: int | None = None
@@ -237,7 +237,7 @@ class Chunk(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """Every chunk of this push has been sent; count it whole."""
+    """All chunks of this push have been sent: the push is complete."""
 
     session: bytes
     push_id: int
@@ -246,21 +246,21 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Pull(Message):
-    """Ask for the newest version of a fragment whose counter is above `after`."""
+    """Request the newest version of a fragment whose counter is above `after`."""
 
     fragment: int
     after: int = -1
     session: bytes | None = None  # None: a reader that has not joined
-    credit: int = 0  # chunks that it can take now
-    held_version: VersionId | None = None  # goes on with a download that broke off
+    credit: int = 0  # chunks that it can receive now
+    held_version: VersionId | None = None  # continues an interrupted download
     held: bytes | None = None  # bitmap of its chunks
-    # The reader holds this version whole: a newer one may come as deltas from it.
+    # The reader holds this version completely: a newer one may be sent as differences from it.
     delta_of: VersionId | None = None
 
 
 @dataclass(frozen=True)
 class Credit(Message):
-    """The reader can take this many chunks more. The first one binds the bulk connection."""
+    """The reader can receive this many more chunks. The first one binds the data connection."""
 
     chunks: int
     session: bytes | None = None
@@ -268,12 +268,12 @@ class Credit(Message):
 
 @dataclass(frozen=True)
 class Lane(Message):
-    """The first word on each connection for chunks of a worker of several processes, which it binds.
+    """The first message on each data connection of a worker with several processes; binds it.
 
     Attributes:
-        index: of the connection among them; 0 stands where `bulk` stands in a worker of one process.
-        shares: of each fragment, the frozen one included, a bitmap of the chunks that come and go here.
-        credit: chunks that can be taken here now.
+        index: of the connection; 0 corresponds to `bulk` of a worker with one process.
+        shares: for each fragment, including the frozen one, a bitmap of the chunks of this connection.
+        credit: chunks that it can receive now.
     """
 
     session: bytes
@@ -284,28 +284,29 @@ class Lane(Message):
 
 @dataclass(frozen=True)
 class Take(Message):
-    """Say which units of a data set this worker stands for, and ask for more; a `result` answers.
+    """Report the units of a data set that this worker holds, and request more; the reply is a `result`.
 
-    The first that names a data set makes it. `data` of the result has `units`, those handed out, `lost`,
-    those of `holds` that this worker cannot have, and `is_over`: all epochs are counted.
+    The first request with a name creates the data set. `data` of the result has `units` (newly
+    assigned), `lost` (units of `holds` that this worker must give up), and `is_over` (all epochs are
+    counted).
     """
 
     session: bytes
     request: int
     name: str
-    size: int  # K, units of it
-    epochs: int = 0  # 0: without an end
-    seed: int | None = None  # of the order; None: as they are numbered
-    count: int = 0  # units asked for
+    size: int  # K, number of units
+    epochs: int = 0  # 0: unlimited
+    seed: int | None = None  # of the order; None: in order of their numbers
+    count: int = 0  # units requested
     holds: tuple[int, ...] = ()  # ranges of tickets: start, stop, start, stop
-    lots: tuple[Lot, ...] = ()  # counted lately: a broker that was started again may not know it
+    lots: tuple[Lot, ...] = ()  # counted recently: a restarted broker may not know it
 
 
 @dataclass(frozen=True)
 class Vote(Message):
-    """The answer to a `notice` with a nonce, which it returns: see docs/specification.md, section 16."""
+    """The reply to a `notice` with a nonce, which it returns; see protocol/STANDBY.md."""
 
-    session: bytes  # at a hub; a standby has none
+    session: bytes  # at a hub; empty at a standby
     voter: int
     nonce: int
 
@@ -315,29 +316,31 @@ class Vote(Message):
 
 @dataclass(frozen=True)
 class Promise(Message):
-    """A standby speaks to its hub: who it is; with `nonce`, that it will not take over for a while."""
+    """From a standby to its hub: its identity; with `nonce` a promise not to take over for a while."""
 
-    standby: str  # its name for good; the hub has one standby
-    life: int  # random, of its process
-    nonce: int | None = None  # of the `lease` that it answers; None: it promises nothing
-    # "hold": no other round should close, and what there is be saved; "charge": to take over; "over": it
-    # has taken over.
+    standby: str  # its permanent name; a hub has one standby
+    life: int  # random id of its process
+    nonce: int | None = None  # of the `lease` that it answers; None: no promise
+    # "hold": close no further round, and save; "charge": it wants to take over; "over": it has taken
+    # over.
     wants: str = ""
-    term: int = 0  # with "over", its own
+    term: int = 0  # its own, with "over"
 
 
 @dataclass(frozen=True)
 class Lease(Message):
-    """A hub speaks to its standby, a few times in each `seconds`."""
+    """From a hub to its standby, a few times in each `seconds`."""
 
-    life: int  # of the standby's process that this is for
-    term: int  # how often the run's hub was replaced
+    life: int  # id of the standby's process that it is addressed to
+    term: int  # number of takeovers in the run
     nonce: int  # to be returned with a promise
-    seconds: float  # how long that holds
-    voters: tuple[int, ...] = ()  # from now on, until a nonce comes back; empty: those that it has
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what operators may change, as it is
-    settled: int | None = None  # on hold: the number of the checkpoint that has everything
-    is_over: bool = False  # this hub has stepped down, and releases nothing any more
+    seconds: float  # validity of the promise
+    voters: tuple[
+        int, ...
+    ] = ()  # voter set from now on, until a nonce is returned; empty: unchanged
+    settings: Mapping[str, Any] = field(default_factory=dict)  # current settings of operators
+    settled: int | None = None  # on hold: number of the checkpoint that has all of the run
+    is_over: bool = False  # this hub has stepped down, and releases no versions
 
 
 # Relay and hub: see `relays`.
@@ -345,13 +348,13 @@ class Lease(Message):
 
 @dataclass(frozen=True)
 class Held:
-    """What a relay tells its hub of a chunk that it holds, instead of sending it.
+    """The report of a relay to its hub about a chunk that it holds instead of forwarding it.
 
     Attributes:
-        number: by which the hub asks for it; each is higher than those before.
-        nbytes: of the chunk as it came.
-        squares, fingerprint: as the hub itself would find them; `squares` is None where the chunk has a
-            value that is not finite, or cannot be read. Then the relay does not hold it.
+        number: identifies the chunk in later requests; increasing.
+        nbytes: of the chunk as received.
+        squares, fingerprint: as the hub would compute them; `squares` is None if the chunk has a value
+            that is not finite or cannot be decoded. Then the relay does not hold it.
     """
 
     number: int
@@ -362,34 +365,37 @@ class Held:
 
 @dataclass(frozen=True)
 class Attach(Message):
-    """The first word of a relay on each of its two connections, that for chunks with the `token`."""
+    """The first message of a relay on both connections; has the `token` on the data connection."""
 
     relay: str  # its name
-    life: int  # random, of its process
+    life: int  # random id of its process
     token: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Attached(Message):
-    """The answer on the first of them, and again when one of these changes."""
+    """The reply to `attach` on the control connection; sent again when one of these values changes."""
 
     token: bytes
-    combines: bool  # the relay holds chunks of pseudo-gradients, for sums; else it passes them on
+    combines: (
+        bool  # the relay holds chunks of pseudo-gradients for sums; otherwise it forwards them
+    )
     wire_dtype: str  # of parameters in sums
     chunk_elements: int = CHUNK_ELEMENTS
-    # Elements of parameters, float buffers and integers in each fragment; empty before there is a model.
+    # Elements of parameters, float buffers and integers in each fragment; empty until the model is
+    # known.
     fragments: tuple[tuple[int, ...], ...] = ()
-    feed: str | None = None  # where the hub's feed is
+    feed: str | None = None  # address of the hub's feed
 
 
 @dataclass(frozen=True)
 class Via(Message):
-    """The frames behind this one are a message from or to this connection of a relay.
+    """An envelope: the frames after it are a message from or to a downstream connection of a relay.
 
     Attributes:
-        who: the connection, or the way to it where there are relays behind relays.
-        peer: up, where the relay asks for keys: the worker whose key it is.
-        held: up, of a `chunk` without its buffer.
+        who: the connection, or the path to it through several relays.
+        peer: up, if the relay requires keys: the worker that owns the key.
+        held: up, for a `chunk` without its buffer.
     """
 
     who: bytes
@@ -399,14 +405,14 @@ class Via(Message):
 
 @dataclass(frozen=True)
 class Gone(Message):
-    """Up: this connection of a relay is over. Down: end it."""
+    """Up: this downstream connection of a relay was closed. Down: close it."""
 
     who: bytes
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chunk that a relay holds, and what it weighs in a mean."""
+    """A chunk that a relay holds, and its weight in a mean."""
 
     number: int
     weight: float
@@ -414,7 +420,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Collect(Message):
-    """The hub asks for the weighted mean of these, all of one chunk; of integers for the maximum."""
+    """The hub requests the weighted mean of these parts, all of one chunk; the maximum of integers."""
 
     request: int
     fragment: int
@@ -424,7 +430,7 @@ class Collect(Message):
 
 @dataclass(frozen=True)
 class Combined(Message):
-    """The answer, on the connection for chunks, with a buffer. `numbers`: the parts in it."""
+    """The reply to `collect`, on the data connection, with a buffer. `numbers`: the parts in it."""
 
     request: int
     fragment: int
@@ -445,7 +451,7 @@ class Forget(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """`plan` is the fragment of each manifest entry, in order; empty where P is 1."""
+    """The reply to `join`. `plan` has the fragment of each manifest entry, in order; empty if P is 1."""
 
     session: bytes
     epoch: str
@@ -455,17 +461,17 @@ class Welcome(Message):
     versions: tuple[VersionId | None, ...] = ()
     feed: str | None = None
     plan: tuple[int, ...] = ()
-    shard: int | None = None  # this worker's share of the data, where it samples for itself,
-    num_shards: int | None = None  # of so many
-    ipc: str | None = None  # where workers of the same machine and user may connect for chunks,
-    bound: str | None = None  # if it was at this address that they came
-    term: int = 0  # how often the run's hub was replaced by a standby
+    shard: int | None = None  # this worker's shard of the data, if it samples by itself,
+    num_shards: int | None = None  # of this many
+    ipc: str | None = None  # Unix socket for chunks of workers of the same machine and user,
+    bound: str | None = None  # if they have connected to this address
+    term: int = 0  # number of takeovers in the run
     lease: float | None = None  # of a hub that has a standby, seconds
 
 
 @dataclass(frozen=True)
 class Grant(Message):
-    """Answer to a push: what is held of it already and how many chunks may be sent now."""
+    """The reply to a push: the chunks that have arrived already, and how many may be sent now."""
 
     push_id: int
     fragment: int
@@ -473,12 +479,12 @@ class Grant(Message):
     held: bytes | None = None
     credit: int = 0
     text: str = ""
-    round: int | None = None  # that it will be part of; None where there are no common rounds
+    round: int | None = None  # the round that will contain it; None in asynchronous mode
 
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """These chunks are in; each gives one credit back to its lane, `lane` gets `credit` on top."""
+    """These chunks have arrived; each returns one credit to its lane, and `lane` gets `credit` more."""
 
     push_id: int
     fragment: int
@@ -489,37 +495,37 @@ class Ack(Message):
 
 @dataclass(frozen=True)
 class Released(Message):
-    """A version is whole: its chunks may be used once all of them are here."""
+    """A version is complete: a reader may use its chunks once all have arrived."""
 
     fragment: int
     version: VersionId
     ledger: Ledger
     round: int = 0
     averaged: int = 0
-    # of the reader's last push in it: versions between its base and here
+    # of the reader's last push in it: versions between its base and this one
     staleness: int | None = None
-    progress: Progress | None = None  # of the run, with this version
-    loss: float | None = None  # mean of what its workers have reported
+    progress: Progress | None = None  # of the run, including this version
+    loss: float | None = None  # mean of the losses that its workers have reported
 
 
 @dataclass(frozen=True)
 class Notice(Message):
-    """Something the worker should know: `alive`, `describe`, `donate`, `carried`, `shutdown`, ..."""
+    """A notification of a worker: `alive`, `describe`, `donate`, `carried`, `shutdown`, ..."""
 
     what: str
     text: str = ""
     fragment: int = 0
     round: int = 0
     sync_every: int | None = None
-    # With `lease` of a hub and `standby` of its standby: a nonce that a `vote` returns, and for how many
-    # seconds that is a word.
+    # For `lease` of a hub and `standby` of its standby: a nonce that a `vote` returns, and the validity
+    # of that vote in seconds.
     nonce: int | None = None
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Rejoin(Message):
-    """This session is not (or no longer) known on this connection: open new ones and join."""
+    """This session is unknown on this connection: open new connections and join."""
 
     epoch: str
     text: str = ""
@@ -527,10 +533,10 @@ class Rejoin(Message):
 
 @dataclass(frozen=True)
 class Error(Message):
-    """A refusal. `push_id` is set when it ends a push, `about` names the offending kind.
+    """A refusal. `push_id` is set if it ends a push; `about` is the kind of the rejected message.
 
-    `counted` is the bitmap of the chunks of that push that a version contains or may yet contain; None
-    where the broker does not say.
+    `counted` is a bitmap of the chunks of that push that a version contains or may still contain; None
+    if the broker does not report it.
     """
 
     code: str
@@ -546,10 +552,10 @@ class Error(Message):
 
 @dataclass(frozen=True)
 class Probe(Message):
-    """Measures the way. The broker answers one with another of the same number, both ways with a buffer.
+    """Measures the link. The broker replies with the same number; both may have a buffer.
 
     Attributes:
-        answer: bytes of the buffer that the answer is to have.
+        answer: requested bytes of the reply's buffer.
     """
 
     number: int
@@ -575,7 +581,7 @@ KINDS = {record.kind: record for record in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of a message."""
+    """Encode a message as a header frame."""
     if isinstance(message, Result) and isinstance(message.data, Packed):
         plain = {
             "v": PROTOCOL_VERSION,
@@ -589,13 +595,13 @@ def encode(message: Message) -> bytes:
 
 
 def _refuse_extension(code: int, _: bytes) -> NoReturn:
-    """It would be a value that nothing here knows, in an `extra` or in arguments, and be sent on."""
-    problem = f"The header has a msgpack extension (type {code}), which has no place in it."
+    """Reject msgpack extensions, which could be forwarded in an `extra` or in arguments."""
+    problem = f"The header has a msgpack extension (type {code}), which is not allowed."
     raise ProtocolError(Code.BAD_HEADER, problem)
 
 
 def decode(header: bytes | memoryview) -> Message:
-    """Read a header frame; raises ProtocolError with a sentence fit to be sent back."""
+    """Decode a header frame; raises ProtocolError, whose message can be sent back."""
     try:
         plain = msgpack.unpackb(
             header, use_list=False, strict_map_key=True, ext_hook=_refuse_extension
@@ -618,15 +624,15 @@ def decode(header: bytes | memoryview) -> Message:
     if record is None:
         raise ProtocolError(
             Code.BAD_HEADER,
-            f"There is no message kind {kind!r:.60}."
+            f"Unknown message kind {kind!r:.60}."
             if not isinstance(kind, str)
-            else f"There is no message kind {kind[:60]!r}.",
+            else f"Unknown message kind {kind[:60]!r}.",
         )
     return from_plain(record, plain, str(kind))
 
 
 def in_a_header(join: Join) -> Join:
-    """The same, with its manifest only named where a header has no room for it."""
+    """The join, with the digest instead of the manifest if the header would be too long."""
     if join.manifest is None or len(encode(join)) <= LONGEST_JOIN:
         return join
     found = describe(join.manifest)

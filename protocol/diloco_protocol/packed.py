@@ -1,4 +1,4 @@
-"""A map that is packed once and sent often: it goes into a header as it is, and is never unpacked."""
+"""Maps that are packed once and sent often, by copying their bytes into headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgpack
 
 
 class Packed(Mapping[str, Any]):
-    """A map of which the msgpack bytes are there; it is read on first access."""
+    """A map given by its msgpack bytes, which are unpacked only on access."""
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed
@@ -31,7 +31,7 @@ class Packed(Mapping[str, Any]):
 
 
 def pack_with(plain: Mapping[str, Any], packed: Mapping[str, bytes]) -> bytes:
-    """The msgpack map of both: plain values, and values that are packed already."""
+    """The msgpack map of plain and of packed values."""
     packer = msgpack.Packer(autoreset=False)
     packer.pack_map_header(len(plain) + len(packed))
     for key, value in plain.items():

@@ -1,29 +1,29 @@
-"""What a peer says, fit for a line of a log, a terminal and a page.
+"""Makes texts of peers safe for logs, terminals and web pages.
 
-Texts are made so where they are decoded, and nowhere else: line breaks forge lines, escapes command a
-terminal, marks of direction make a line read other than it is.
+Texts are sanitized when they are decoded: line breaks could forge log lines, escape sequences could
+control a terminal, and direction marks could make a line look different.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Characters of a text in a message. The longest of ours name a few tensors.
+# Characters of a text in a message. Our longest texts have the names of a few tensors.
 LONGEST_TEXT = 4000
-# Maps and arrays in each other; ours have 6.
+# Nested maps and arrays; ours have 6 levels.
 DEEPEST = 32
 
 
 def printable(text: str) -> str:
-    """The same, with a question mark for each character that cannot be printed."""
+    """The text with each unprintable character replaced by a question mark."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def printable_all(value: Any, depth: int = 0) -> Any:
-    """The same with each text in it made printable, and keys as well; of plain values.
+    """A plain value with all texts in it, including keys, made printable.
 
     Raises:
-        ValueError: there are more than `DEEPEST` levels.
+        ValueError: it has more than `DEEPEST` levels.
     """
     kind = type(value)
     if kind is str:

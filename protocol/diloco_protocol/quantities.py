@@ -1,7 +1,7 @@
-"""Quantities as people write and read them: 41 s, 38 MB, 1.5k, 5min. Pure.
+"""Formats and parses quantities for people: 41 s, 38 MB, 1.5k, 5min. Pure.
 
-Formatters return `NONE` for None and for what is not a number, so that a display needs no case of its
-own. Prefixes are decimal, as networks are sold: 38 MB is 38,000,000 bytes.
+Formatters return `NONE` for None and for values that are not numbers, so that displays need no special
+case. Prefixes are decimal, as for network rates: 38 MB is 38,000,000 bytes.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def clock(seconds: float | None) -> str:
 
 
 def moment(at: float | None, form: str = "%d %b %Y %H:%M:%S") -> str:
-    """A moment in UTC: the machines of a run are in other time zones than their reader."""
+    """A moment in UTC, because the machines of a run may be in other time zones than the reader."""
     if at is None:
         return NONE
     try:
         return datetime.fromtimestamp(at, timezone.utc).strftime(form)
-    except (ValueError, OverflowError, OSError):  # a clock that was far off
+    except (ValueError, OverflowError, OSError):  # from a clock that was far off
         return NONE
 
 
@@ -62,7 +62,7 @@ def scaled(value: float | None, unit: str = "") -> str:
     if 0 < abs(value) < 0.995:
         return f"{value:.2f}{space}{unit}"
     for prefix in PREFIXES:
-        # 9.95 and 999.5 are where rounding would need one more character.
+        # From 9.95 and 999.5 on the rounded number would need one more character.
         if abs(value) < 9.95 and (prefix or value != int(value)):
             return f"{value:.1f}{space}{prefix}{unit}"
         if abs(value) < 999.5:
@@ -82,17 +82,17 @@ def byte_rate(bytes_per_s: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A number of things, exactly: 1,644."""
+    """An exact count: 1,644."""
     return f"{value:,.0f}" if value is not None and _is_known(value) else NONE
 
 
 def whole(value: float | None) -> str:
-    """A number that names something, such as a round: 1644."""
+    """A number that identifies something, such as a round: 1644."""
     return f"{value:.0f}" if value is not None and _is_known(value) else NONE
 
 
 def figure(value: float | None) -> str:
-    """A loss: three decimals where they mean something, else an exponent."""
+    """A loss: three decimals if they are significant, else with an exponent."""
     if value is None or not math.isfinite(value):
         return NONE
     if value and not 0.001 <= abs(value) < 1000:
@@ -101,12 +101,12 @@ def figure(value: float | None) -> str:
 
 
 def norm(value: float | None) -> str:
-    """A size of which the first figures matter: 0.0131, 1.25."""
+    """A norm with three significant digits: 0.0131, 1.25."""
     return f"{value:.3g}" if value is not None and _is_known(value) else NONE
 
 
 def setting(value: Any) -> str:
-    """A setting as the user wrote it: 0.7, bf16, yes."""
+    """A setting as people write it: 0.7, bf16, yes."""
     if value is None or value == "":
         return NONE
     if isinstance(value, bool):
@@ -115,7 +115,7 @@ def setting(value: Any) -> str:
 
 
 def percent(share: float | None) -> str:
-    """12%, and 1.2% where that says more."""
+    """12%, or 1.2% below 9.95%."""
     if share is None or not math.isfinite(share):
         return NONE
     return f"{100 * share:.1f}%" if 0 < share < 0.0995 else f"{100 * share:.0f}%"
@@ -127,19 +127,19 @@ def plural(number: int, one: str, many: str = "") -> str:
 
 
 def names(ids: list[str] | tuple[str, ...], most: int = 6) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     more = f" and {len(ids) - most} more" if len(ids) > most else ""
     return ", ".join(ids[:most]) + more
 
 
 def parameters(count: float | None) -> str:
-    """9.93M, 1.3B, as models are named."""
+    """9.93M, 1.3B, as in names of models."""
     if count is None or not _is_known(count):
         return NONE
     return estimate(count, "").replace(" ", "").replace("G", "B")
 
 
-# The formats of the catalogue by name.
+# The formats of the field catalogue by name.
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "whole": whole,
@@ -160,7 +160,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def estimate(value: float, unit: str) -> str:
-    """1.23 GB, 12.5 Mb/s: an estimate has one more figure than a count."""
+    """1.23 GB, 12.5 Mb/s: three significant digits."""
     for prefix in PREFIXES:
         if value < 999.5 or prefix == PREFIXES[-1]:
             break
@@ -169,7 +169,7 @@ def estimate(value: float, unit: str) -> str:
 
 
 def estimate_s(seconds: float) -> str:
-    """20 ms, 1.23 s, 12.5 min, 3 h, 2.4 d: an estimate has one more figure than an age."""
+    """20 ms, 1.23 s, 12.5 min, 3 h, 2.4 d: three significant digits."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     for size, unit in ((1.0, "s"), (60.0, "min"), (3600.0, "h")):
@@ -183,7 +183,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600
 
 
 def parse_duration(text: object) -> float:
-    """Seconds: 20ms, 90s, 5min, 36h, 7d, or a plain number. Raises ValueError with a sentence."""
+    """Parse a duration into seconds: 20ms, 90s, 5min, 36h, 7d, or a plain number. Raises ValueError."""
     found = _PARTS.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise ValueError(f"{text!r:.60} is not a duration (use 30s, 5min, 2h)")
@@ -195,7 +195,7 @@ _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 
 def parse_parameters(text: str) -> int:
-    """The size of a model: 124M, 1.3B, 350e6, or plain digits. Raises ValueError with a sentence."""
+    """Parse the size of a model: 124M, 1.3B, 350e6, or plain digits. Raises ValueError."""
     found = _NUMBER.fullmatch(text.replace(" ", ""))
     try:
         number = round(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0

@@ -1,9 +1,9 @@
-"""The one place where a peer's numbers and texts are made sane: `records` asks here for every field.
+"""Validates numbers and texts from peers; `records` applies it to every field.
 
-What a worker *reports* of itself (steps, speed, loss) is shown, averaged and written down. A report
-that makes no sense is worth no refusal: it is brought into range, or left out. Every other number means
-something, so one that is out of range is refused. A text is made printable, and one that names
-something is refused where it is not.
+Numbers that a worker *reports* about itself (steps, speed, loss) are only displayed, averaged and
+recorded. An invalid report is not an error: it is clamped to its range or dropped. Any other number that
+is out of range is rejected. Texts are made printable, except names, which are rejected if they are not
+printable.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from typing import Any
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.printable import LONGEST_TEXT, printable
 
-# Counts that all displays show exactly: a page has doubles. A million tokens a second for 285 years.
+# Largest count that all displays show exactly, because web pages use doubles. A million tokens per
+# second reach it in 285 years.
 MOST = 2**53 - 1
-# Optimizer steps per second: one in 30 years, and far more than any loop in Python makes.
+# Optimizer steps per second: one in 30 years, and far more than a Python loop can make.
 SLOWEST, FASTEST = 1e-9, 1e9
-# So many losses can be added up as displays have pixels, and more, without an overflow.
+# Largest loss: displays can add millions of them without overflow.
 LARGEST = 1e300
 
 Fit = Callable[[Any, str, str], Any]
-"""Takes a number or text, the record it is in, the name of its field. Returns what stands for it."""
+"""Takes a value, the record it is in, and the name of its field. Returns the validated value."""
 
 
 def count(value: float, where: str, name: str) -> int:
-    """How many, from 0 to `MOST`."""
+    """A count, clamped to 0 to `MOST`."""
     return min(max(int(value), 0), MOST)
 
 
 def rate(value: float, where: str, name: str) -> float | None:
-    """How many in a second; None for what no clock can have measured."""
+    """A rate per second; None if it is implausible."""
     return value if SLOWEST <= value <= FASTEST else None
 
 
 def figure(value: float, where: str, name: str) -> float:
-    """A measured value. NaN and infinities are news of a training that has gone wrong, and stay."""
+    """A measured value, clamped. NaN and infinities are kept: they show that training diverged."""
     return min(max(value, -LARGEST), LARGEST) if math.isfinite(value) else value
 
 
 def length(value: float, where: str, name: str) -> float | None:
-    """A norm; None for what is none."""
+    """A norm; None if it is negative, infinite or NaN."""
     return min(value, LARGEST) if 0 <= value < math.inf else None
 
 
@@ -56,17 +57,17 @@ def unsigned(value: float, where: str, name: str) -> float:
 
 
 def after_any(value: float, where: str, name: str) -> float:
-    """The counter of a version, or -1 for "whatever there is"."""
+    """The counter of a version, or -1 for any version."""
     return value if value == -1 else unsigned(value, where, name)
 
 
 def text(value: str, where: str, name: str) -> str:
-    """What can be printed of it, and no more than `LONGEST_TEXT` characters."""
+    """The text, made printable and cut at `LONGEST_TEXT` characters."""
     return printable(value[:LONGEST_TEXT])
 
 
 def named(value: str, where: str, name: str) -> str:
-    """What it names would be something else if it were changed."""
+    """A printable name; others are rejected, because a changed name would identify something else."""
     if not value.isprintable():
         raise ProtocolError(
             Code.BAD_HEADER,
@@ -97,7 +98,7 @@ _NAMES: Mapping[str, Fit] = {"worker_id": named, "name": named, "dtype": named}
 
 
 def fit_of(record: type, name: str, kind: type) -> Fit | None:
-    """What a field of this type has to go through; None for a number that may be any."""
+    """The validator of a field of this type; None if any value is valid."""
     if kind is str:
         return _NAMES.get(name, text)
     return _REPORTS.get(record.__name__, {}).get(name, unsigned if kind is int else None)

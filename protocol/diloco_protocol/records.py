@@ -1,9 +1,9 @@
-"""The codec of records: frozen dataclasses to and from plain values fit for msgpack or JSON.
+"""The codec of records: converts frozen dataclasses to and from plain values for msgpack or JSON.
 
-A record is a map with one key for each field, nested records are maps as well. Unknown keys are
-ignored, so that fields can be added; a missing key takes the field's default, and is an error where
-there is none. Types are checked, numbers are brought into the ranges of `ranges`, and texts are made
-printable. A value of any other class, such as a tensor, is written and read as it is.
+A record becomes a map with one key for each field, and so do nested records. Unknown keys are ignored,
+so that fields can be added; a missing key takes the field's default, or is an error without one. Types
+are checked, and numbers and texts are validated by `ranges`. Values of other classes, such as tensors,
+are passed through.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from diloco_protocol.printable import printable, printable_all
 from diloco_protocol.ranges import fit_of
 
 R = TypeVar("R")
-# The `metadata` of a field that is neither written nor read.
+# The `metadata` of a field that is not part of the plain form.
 NOT_SENT = {"is_sent": False}
-LONGEST_QUOTED = 40  # characters of a text in a sentence
+LONGEST_QUOTED = 40  # characters of a text that is quoted in a message
 
-# What goes over the wire as it is. Most fields are such, and heartbeats of hundreds of workers add up.
+# Types that are sent unchanged. Most fields have them, and heartbeats of hundreds of workers add up.
 _SCALARS = frozenset({str, int, float, bool, bytes})
-_AS_THEY_ARE = _SCALARS - {str}  # what is read as it is, too
+_AS_THEY_ARE = _SCALARS - {str}  # types that are also read unchanged
 
 
 def to_plain(value: Any, *, with_none: bool = False) -> Any:
-    """A record, or anything made of records, as maps, lists and scalars fit for msgpack or JSON.
+    """Convert a record, or a structure of records, to maps, lists and scalars for msgpack or JSON.
 
-    Fields that are None may be left out where that is their default.
+    Without `with_none`, fields that are None are omitted.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -41,7 +41,7 @@ def to_plain(value: Any, *, with_none: bool = False) -> Any:
         return plain_fields(value, with_none=with_none)
     if isinstance(value, tuple):
         return [to_plain(item, with_none=with_none) for item in value]
-    if kind is dict or isinstance(value, Mapping):  # of an ABC that takes longer
+    if kind is dict or isinstance(value, Mapping):  # the check of an ABC is slower
         return {key: to_plain(item, with_none=with_none) for key, item in value.items()}
     if isinstance(value, Enum):
         return value.value
@@ -50,7 +50,7 @@ def to_plain(value: Any, *, with_none: bool = False) -> Any:
 
 def plain_fields(record: Any, *, with_none: bool = False) -> dict[str, Any]:
     """The fields of a record by name; see `to_plain`."""
-    # Heartbeats and the feed's workers come by the hundred: no scalar is looked at.
+    # Speed matters for hundreds of heartbeats and feed entries: scalars are not inspected.
     kind: Any = type(record)
     nested, not_sent = _by_their_types(kind)
     own: dict[str, Any] = vars(record)
@@ -69,7 +69,7 @@ def plain_fields(record: Any, *, with_none: bool = False) -> dict[str, Any]:
 
 @cache
 def _by_their_types(record: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the fields that may hold more than a scalar, and of those that are not written."""
+    """Names of the fields that may have nested values, and of those that are not sent."""
     hints = get_type_hints(record)
     names = field_names(record)
     nested = tuple(name for name in names if _without_none(hints[name]) not in _SCALARS)
@@ -78,7 +78,7 @@ def _by_their_types(record: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def field_names(record: type) -> tuple[str, ...]:
-    """Names of the fields that are written and read."""
+    """Names of the fields that are part of the plain form."""
     return tuple(field.name for field in _sent(record))
 
 
@@ -87,10 +87,10 @@ def _sent(record: type[Any]) -> list[Field[Any]]:
 
 
 def from_plain(record: type[R], plain: Any, where: str = "value", *, lenient: bool = False) -> R:
-    """Read a record from what `to_plain` made; raises ProtocolError when it does not fit.
+    """Read a record from its plain form; raises ProtocolError if it does not fit.
 
-    `lenient` reads JSON of another release: a null takes the default as a missing key does, a whole
-    number may be written as 5.0, and numbers are bounded by 64 bits alone.
+    `lenient` reads JSON of another release: null takes the default as a missing key does, an integer may
+    be written as 5.0, and numbers are only limited to 64 bits.
     """
     annotation: Any = record
     value = _reader(annotation, lenient=lenient)(plain, where)
@@ -99,12 +99,12 @@ def from_plain(record: type[R], plain: Any, where: str = "value", *, lenient: bo
 
 
 Reader = Callable[[Any, str], Any]
-"""Takes a plain value and its place for sentences; returns what it stands for."""
+"""Takes a plain value and its location for messages; returns the typed value."""
 
 
 @cache
 def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one for each kind of type
-    """A function that turns a plain value into the annotated type or raises ProtocolError."""
+    """A function that converts a plain value to the annotated type or raises ProtocolError."""
     origin = get_origin(annotation)
     if annotation in (Any, object):
         return _anything
@@ -155,7 +155,7 @@ def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
         fit = None
         if bare in (int, float, str) and not lenient:
             fit = fit_of(record, each.name, bare)
-        # A value of just this type needs no look, and no place to name.
+        # A value of exactly this type needs no further check.
         is_exact = bare in _AS_THEY_ARE or (bare is str and fit is not None)
         exact = bare if is_exact and not (bare is int and lenient) else None
         readers[each.name] = (exact, _reader(hint, lenient=lenient), fit)
@@ -180,7 +180,7 @@ def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
 
 
 def _without_none(annotation: Any) -> Any:
-    """X of `X | None`; anything else as it is."""
+    """X for `X | None`; other annotations unchanged."""
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (a for a in get_args(annotation) if a is not type(None))
     return annotation
@@ -191,7 +191,7 @@ def _is_required(a_field: Field[Any]) -> bool:
 
 
 _NUMBERS = (int, float)
-_ARRAYS = (tuple, list)  # as msgpack and as JSON is read
+_ARRAYS = (tuple, list)  # from msgpack and from JSON
 _WORDS: dict[type | tuple[type, ...], str] = {
     int: "a whole number",
     str: "a text",
@@ -204,7 +204,7 @@ _WORDS: dict[type | tuple[type, ...], str] = {
 
 
 def _expect(value: Any, wanted: type | tuple[type, ...], where: str) -> Any:
-    # bool is an int to Python, but never to us.
+    # bool is a subclass of int in Python, but not a number here.
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted is not bool):
         return value
     words = _WORDS.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"

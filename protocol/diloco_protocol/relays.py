@@ -1,13 +1,13 @@
-"""Relays: how their messages are wrapped, how connections behind them are called, what they cache.
+"""Relays: envelopes of their messages, paths to downstream connections, and their cache of chunks.
 
-A relay has two connections to its hub, one of them for chunks. A message of a worker behind it travels
-as it is, with a `via` frame in front that says whose it is; so does each answer. The hub calls such a
-connection by the way to it: that of the relay, and what the relay calls it. Relays behind relays make
-longer ways.
+A relay has two connections to its hub, a control and a data connection. A message of a downstream worker
+is sent unchanged after a `via` frame that identifies the worker; so is each reply. The hub identifies
+such a connection by its path: the route of the relay, and the relay's name of the connection. With
+several relays in a row paths are longer.
 
-A chunk of a version goes to each of the relay's workers, and over the line to the relay once. Both ends
-keep account of which chunks the relay has (`Cache`), by one rule and in the order of one connection. So
-the hub leaves out the buffer of a chunk that is there.
+A chunk of a version goes to each of the relay's workers, but only once over the link to the relay. Both
+ends track the chunks that the relay has (`Cache`), by the same rule and in the order of one connection.
+So the hub omits the buffer of a chunk that the relay has.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from diloco_protocol.frames import unpack
 from diloco_protocol.messages import Chunk, Held, Message, Via, decode, encode
 from diloco_protocol.version import VersionId
 
-# A byte that names drawn by ZeroMQ begin with, and names given by peers cannot. Those drawn have five
-# bytes; a way has more.
+# First byte of routes that ZeroMQ generates, which peers cannot choose. Generated routes have five
+# bytes; paths are longer.
 _WAY = b"\0"
-LONGEST_NAME = 255  # of a connection, in bytes
-# The longest way; a relay says what it likes, and its hub keeps it.
+LONGEST_NAME = 255  # bytes of the name of a connection
+# Bytes of a path, which a relay chooses and its hub stores.
 LONGEST_WAY = 1024
-LONGEST_VIA = 2 << 10  # bytes of the frame that says whose a message is
+LONGEST_VIA = 2 << 10  # bytes of a `via` frame
 
 V = TypeVar("V")
 
 
 def way(route: bytes, who: bytes) -> bytes:
-    """The way to connection `who` of the relay at `route`; raises ProtocolError for one too long."""
+    """The path to connection `who` of the relay at `route`; raises ProtocolError if it is too long."""
     found = _WAY + bytes([len(route)]) + route + who
     if not who or len(route) > LONGEST_NAME or len(found) > LONGEST_WAY:
-        raise ProtocolError(Code.BAD_HEADER, "The way through the relays is too long.")
+        raise ProtocolError(Code.BAD_HEADER, "The path through the relays is too long.")
     return found
 
 
 def first_step(route: bytes) -> tuple[bytes, bytes] | None:
-    """The relay's connection and the rest of the way; None for a connection that is direct."""
+    """The relay's connection and the rest of the path; None for a direct connection."""
     if len(route) < 8 or not route.startswith(_WAY):
         return None
     end = 2 + route[1]
@@ -48,15 +48,15 @@ def first_step(route: bytes) -> tuple[bytes, bytes] | None:
 
 
 def wrapped(who: bytes, message: Message, payload: Any = None, **of_via: Any) -> list[Any]:
-    """The frames of a message from or to a connection of a relay."""
+    """The frames of a message from or to a downstream connection of a relay."""
     frames = [encode(Via(who, **of_via)), encode(message)]
     return frames if payload is None else [*frames, payload]
 
 
 def unwrap(frames: Sequence[Any]) -> tuple[Via | None, Sequence[Any]]:
-    """Whose a message between a relay and its hub is, and its frames; None: it is one of the two's own.
+    """Split a message between a relay and its hub into envelope and frames.
 
-    Raises ProtocolError as `unpack` does.
+    The envelope is None for a message of relay or hub themselves. Raises ProtocolError as `unpack` does.
     """
     header = memoryview(frames[0] if frames else b"")
     if len(frames) < 2 or header.nbytes > LONGEST_VIA:
@@ -68,9 +68,9 @@ def unwrap(frames: Sequence[Any]) -> tuple[Via | None, Sequence[Any]]:
 def read(
     frames: Sequence[Any], longest_header: int, held: Held | None = None
 ) -> tuple[Message, Held | memoryview | None]:
-    """A message that was unwrapped, as `unpack` reads it, but that a chunk may lack its buffer.
+    """Read an unwrapped message as `unpack` does, except that a chunk may lack its buffer.
 
-    In its place is `held`; None where the relay has it.
+    The second result is then `held`; None if the relay has the chunk.
     """
     if len(frames) == 1 and memoryview(frames[0]).nbytes <= longest_header:
         message = decode(frames[0])
@@ -79,7 +79,7 @@ def read(
 
 
 class Piece(NamedTuple):
-    """A chunk of a version as it is sent: whole, or as a difference from an older one."""
+    """A chunk of a version in wire form: in full, or as a difference from an older version."""
 
     fragment: int
     number: int
@@ -88,9 +88,9 @@ class Piece(NamedTuple):
 
 
 class Cache(Generic[V]):
-    """The chunks of versions that a relay has, as both ends know; V is what they keep of each.
+    """The chunks of versions that a relay has, as tracked by both ends; V is the value kept for each.
 
-    Those of a fragment's newest version are kept, and of the one before.
+    It keeps the chunks of the newest two versions of each fragment.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Cache(Generic[V]):
         return of_fragment.get(found.version.counter, {}).get(found)
 
     def put(self, chunk: Chunk, value: V) -> None:
-        """A chunk goes to the relay with its buffer."""
+        """Record that a chunk is sent to the relay with its buffer."""
         found = _piece(chunk)
         counter, fragment = found.version.counter, found.fragment
         newest = self._newest[fragment] = max(self._newest.get(fragment, counter), counter)
@@ -115,5 +115,5 @@ class Cache(Generic[V]):
 
 
 def _piece(chunk: Chunk) -> Piece:
-    assert chunk.version is not None, "no chunk of a version"
+    assert chunk.version is not None, "not a chunk of a version"
     return Piece(chunk.fragment, chunk.index, chunk.version, chunk.delta_of)

@@ -1,4 +1,4 @@
-"""Identity of a peer where a broker asks for keys: a role and a name, which a key proves."""
+"""Identities of peers of a broker that requires keys: a role and a name, authenticated by a key."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from enum import Enum
 
 from diloco_protocol.errors import UsageError
 
-# A name is also the name of a file, on every system.
+# Characters; a name is also a file name, on every system.
 LONGEST_NAME = 64
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 
 
 class Role(str, Enum):
-    """What a key is good for."""
+    """The permissions of a key."""
 
-    WORKER = "worker"  # trains, under its own id only, and reads
-    OPERATOR = "operator"  # steers, and reads
+    WORKER = "worker"  # trains under its own id only, and reads
+    OPERATOR = "operator"  # operates the run, and reads
     MONITOR = "monitor"  # reads the feed and the status
     RELAY = "relay"  # connects workers, whose names it vouches for
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Whoever proved to have a key.
+    """An authenticated peer.
 
     Attributes:
-        name: of a worker: its worker id.
+        name: the worker id of a worker.
     """
 
     role: Role
@@ -38,14 +38,14 @@ class Peer:
 
 
 def check_name(name: str) -> str:
-    """The name itself.
+    """Return the name.
 
     Raises:
-        UsageError: it cannot be the name of a key.
+        UsageError: it is not a valid name of a key.
     """
     if not _NAME.fullmatch(name) or name.endswith("."):
         raise UsageError(
-            f"{name!r:.80} cannot be the name of a key; take 1 to {LONGEST_NAME} letters, digits, dots, "
-            "dashes and underscores, a letter or digit first."
+            f"{name!r:.80} is not a valid name of a key; use 1 to {LONGEST_NAME} letters, digits, dots, "
+            "dashes and underscores, starting with a letter or digit."
         )
     return name

@@ -1,13 +1,13 @@
-"""What a set of parameters is called and what it contains.
+"""Versions of parameters: their identity and their ledger.
 
-A version is immutable and belongs to one fragment: (run, counter, tag) and its *ledger*. The
-counter is the number of outer steps behind it. The tag is random, so that two histories which
-reached the same counter (a broker that came back from an older checkpoint) are never confused.
+A version is immutable and belongs to one fragment. It is identified by (run, counter, tag), and has a
+*ledger*. The counter is the number of outer steps of the fragment. The tag is random, so that two
+histories with the same counter (after a restart from an older checkpoint) are never confused.
 
-The ledger names the pushes contained in the version. It is what makes a contribution count exactly
-once across reconnects and restarts: a holder of a version can say whether a push is in it.
+The ledger lists the pushes that the version contains. With it a contribution counts exactly once across
+reconnects and restarts: any holder of a version can determine whether it contains a push.
 
-On the wire both are maps (`records`). In files they are the shorter lists that `plain` makes here.
+On the wire both are maps (`records`). In files they are shorter lists, made by `plain`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from diloco_protocol.bitmap import Bitmap
 
-# Pushes remembered for each worker and fragment. A worker has one push in flight, so one would do;
-# the others cover a worker that abandons several in a row and then comes back from a backup.
+# Pushes per worker and fragment. A worker has one push in flight, so one would suffice; the others cover
+# a worker that abandons several in a row and is then restored from a backup.
 PUSHES_REMEMBERED = 8
 
-# Workers remembered after they are gone. A worker without an id of its own gets a new one at each
-# start, so the ledger must forget; one that comes back after this many others have left since its last
-# push, with that very push still unconfirmed, would be counted again.
+# Workers that are kept after they have left. A worker without an explicit id gets a new one at each
+# start, so the ledger must forget. A worker that returns after this many others have left since its last
+# push, with that push still unconfirmed, would be counted again.
 ABSENT_REMEMBERED = 128
 
 RUN_PATTERN = re.compile(r"[0-9a-f]{16}")
@@ -36,11 +36,11 @@ MAX_COUNTER = 1 << 48
 
 @dataclass(frozen=True)
 class VersionId:
-    """Name of a version of one fragment's parameters."""
+    """The identity of a version of one fragment's parameters."""
 
-    run: str  # 16 hexadecimal digits, drawn once when a run begins
-    counter: int  # outer steps of this fragment so far; the initial parameters are 0
-    tag: int  # random 64-bit number drawn for this version alone
+    run: str  # 16 hexadecimal digits, random for each run
+    counter: int  # outer steps of this fragment so far; 0 for the initial parameters
+    tag: int  # random 64-bit number of this version
 
     def __str__(self) -> str:
         return f"{self.counter}#{self.tag:016x}"
@@ -55,12 +55,12 @@ class VersionId:
         )
 
     def plain(self) -> list[Any]:
-        """Run, counter, and the tag in hexadecimal digits: what logs and saved states hold."""
+        """Run, counter, and the tag in hexadecimal digits, for logs and saved states."""
         return [self.run, self.counter, as_hex(self.tag)]
 
     @classmethod
     def from_plain(cls, plain: Any) -> VersionId:
-        """Read what `plain` made; raises TypeError or ValueError for anything else."""
+        """Read the result of `plain`; raises TypeError or ValueError for anything else."""
         run, counter, tag = plain
         if not isinstance(run, str) or type(counter) is not int:
             raise TypeError(f"{plain!r:.60} does not name a version")
@@ -72,20 +72,20 @@ class Counted:
     """One push in a ledger."""
 
     push_id: int
-    chunks: bytes | None = None  # bitmap of those that were counted; None: every one
-    # Bitmap of the chunks among them to which an earlier push of the worker contributed instead; None:
-    # there are none.
+    chunks: bytes | None = None  # bitmap of the counted chunks; None: all
+    # Bitmap of those among them to which an earlier push of the worker contributed instead; None: no
+    # chunks.
     from_earlier: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Which pushes a version contains, the newest last, by worker id."""
+    """The pushes that a version contains, by worker id, the newest last."""
 
     pushes: Mapping[str, tuple[Counted, ...]] = field(default_factory=dict)
 
     def standing(self, worker_id: str, push_id: int, size: int) -> Bitmap:
-        """The chunks of this push that the version contains, of `size` chunks in all."""
+        """The chunks of this push, which has `size`, that the version contains."""
         for counted in self.pushes.get(worker_id, ()):
             if counted.push_id == push_id:
                 if counted.chunks is None:
@@ -94,7 +94,7 @@ class Ledger:
         return Bitmap(size)
 
     def own_chunks(self, worker_id: str, push_id: int, size: int) -> Bitmap:
-        """The chunks of this push, of `size`, whose values the version contains.
+        """The chunks of this push, which has `size`, whose values the version contains.
 
         An earlier push of the worker may have contributed to the other chunks of `standing`.
         """
@@ -105,7 +105,7 @@ class Ledger:
         return found
 
     def names_whole(self, worker_id: str, push_id: int) -> bool:
-        """True when every chunk of this push is in the version."""
+        """Whether every chunk of this push is in the version."""
         return any(
             counted.push_id == push_id and counted.chunks is None
             for counted in self.pushes.get(worker_id, ())
@@ -114,10 +114,10 @@ class Ledger:
     def with_push(
         self, worker_id: str, push_id: int, counted: Bitmap, added: Bitmap | None = None
     ) -> Ledger:
-        """This ledger and one more push, of which the chunks in `counted` need not come any more.
+        """This ledger with one more push, whose chunks in `counted` need not be sent any more.
 
-        `added` are those whose values are new in the version; None: all of `counted`. An earlier push of
-        the worker contributed to the rest, or an earlier version contains them.
+        `added` are the chunks whose values are new in the version; None: all of `counted`. An earlier
+        push of the worker contributed to the others, or an earlier version contains them.
         """
         if not counted:
             return self
@@ -131,10 +131,10 @@ class Ledger:
         others = tuple(c for c in self.pushes.get(worker_id, ()) if c.push_id != push_id)
         kept = (*others, entry)[-PUSHES_REMEMBERED:]
         rest = {name: pushes for name, pushes in self.pushes.items() if name != worker_id}
-        return Ledger({**rest, worker_id: kept})  # the worker that pushed last is last
+        return Ledger({**rest, worker_id: kept})  # in order of their last push
 
     def without_the_long_gone(self, here: Collection[str]) -> Ledger:
-        """This ledger with the workers that are here, and those that left most recently."""
+        """This ledger with only the present workers (`here`), and those that left most recently."""
         away = [name for name in self.pushes if name not in here]
         gone = set(away[: max(0, len(away) - ABSENT_REMEMBERED)])
         if not gone:
@@ -142,10 +142,10 @@ class Ledger:
         return Ledger({name: p for name, p in self.pushes.items() if name not in gone})
 
     def plain(self, *, in_hex: bool) -> dict[str, list[list[Any]]]:
-        """By worker a list of [push id, bitmap of chunks in hexadecimal digits or None].
+        """For each worker a list of [push id, bitmap of chunks in hexadecimal digits or None].
 
-        A third item, only where there is one, is the bitmap of the chunks from an earlier push.
-        Push ids are hexadecimal digits too in the state of a worker; in a checkpoint they are numbers.
+        An optional third item is the bitmap of the chunks from an earlier push. Push ids are hexadecimal
+        digits too in the state of a worker; in a checkpoint they are numbers.
         """
         return {
             worker: [
@@ -161,7 +161,7 @@ class Ledger:
 
     @classmethod
     def from_plain(cls, plain: Any) -> Ledger:
-        """Read what `plain` made, in either way; raises TypeError or ValueError for anything else."""
+        """Read either result of `plain`; raises TypeError or ValueError for anything else."""
         if not isinstance(plain, Mapping) or not all(isinstance(worker, str) for worker in plain):
             raise TypeError(f"{plain!r:.60} is not a ledger")
         return cls(
@@ -180,27 +180,27 @@ class Ledger:
 
 
 def as_hex(number: int) -> str:
-    """An id of 64 bits as 16 hexadecimal digits."""
+    """A 64-bit id as 16 hexadecimal digits."""
     return f"{number:016x}"
 
 
 def from_hex(text: object) -> int:
     """Read `as_hex`; raises TypeError or ValueError for anything else."""
     if not isinstance(text, str):
-        raise TypeError(f"{text!r:.60} is not a text")
+        raise TypeError(f"{text!r:.60} is not a string")
     number = int(text, 16)
     if not 0 <= number < 1 << 64:
-        raise ValueError(f"{text!r} is not a number of 64 bits")
+        raise ValueError(f"{text!r} is not a 64-bit number")
     return number
 
 
-# Frozen parameters never change, and those who fine-tune have them already, from the same file. So that
-# no worker fetches what it has, their version has a tag that follows from their values instead of a
-# random one: who has the same values knows its name, and asks for it as one that it holds.
+# Frozen parameters never change, and workers that fine-tune a model have them already, from the same
+# file. To avoid downloading them, their version has a tag that is computed from the values instead of a
+# random one: a worker with the same values can compute the version, and reports that it holds it.
 
 
 def digest_of(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """SHA-256 of a chunk as it is sent to workers; it may be given in pieces, in order."""
+    """The SHA-256 of a chunk in wire form, which may be given in several parts, in order."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -208,5 +208,5 @@ def digest_of(pieces: Iterable[bytes | memoryview]) -> bytes:
 
 
 def tag_of(digests: Iterable[bytes]) -> int:
-    """The tag of a version, by the digests of its chunks in order: 64 bits of their own SHA-256."""
+    """The tag of a version from the digests of its chunks in order: 64 bits of their SHA-256."""
     return int.from_bytes(digest_of(digests)[:8], "little")

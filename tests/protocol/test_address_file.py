@@ -71,7 +71,7 @@ def test_file_that_a_person_wrote_will_do(tmp_path: Path) -> None:
 def test_anything_else_in_it_is_no_address(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "address"
     file.write_bytes(content)
-    with pytest.raises(NoAddress, match=r"empty|holds no address"):
+    with pytest.raises(NoAddress, match=r"empty|has no address"):
         read_address(file)
     with pytest.raises(UsageError):
         resolved(f"file://{file}")
@@ -81,12 +81,12 @@ def test_what_is_no_file_is_said_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NoAddress, match="is not a file"):
         read_address(tmp_path / "pipe")
-    with pytest.raises(NoAddress, match="is not there yet"):
+    with pytest.raises(NoAddress, match="does not exist yet"):
         read_address(tmp_path / "none")
-    with pytest.raises(NoAddress, match=r"directory|no file"):
+    with pytest.raises(NoAddress, match=r"directory|not a file"):
         read_address(tmp_path)
     write_address(tmp_path / "one", "tcp://h:1")
-    with pytest.raises(NoAddress, match="holds no address"):
+    with pytest.raises(NoAddress, match="has no address"):
         read_address(tmp_path / "one", line=1)
 
 

@@ -296,7 +296,7 @@ def test_plan_that_cannot_be_made_says_what_to_do() -> None:
     with pytest.raises(UsageError, match=r"'b\.weight'"):
         FragmentPlan.of(manifest, 2).numbers(model(a__weight=3, c__weight=3))
     for fragment in (-1, 2):
-        with pytest.raises(UsageError, match=f"no fragment {fragment}"):
+        with pytest.raises(UsageError, match=f"Invalid fragment {fragment}"):
             FragmentPlan.of(manifest, 2).parameters(fragment)
 
 
@@ -304,8 +304,8 @@ def test_plan_that_cannot_be_made_says_what_to_do() -> None:
     ("numbers", "num_fragments", "words"),
     [
         ((0, 2, 3, 0, 1), 2, "w2 "),
-        ((0, 1, 1, 2), 2, "there are 4 for 5 tensors"),
-        ((0, 1, 1, 2, 0, 0), 2, "there are 6 for 5 tensors"),
+        ((0, 1, 1, 2), 2, "4 numbers for 5 tensors"),
+        ((0, 1, 1, 2, 0, 0), 2, "6 numbers for 5 tensors"),
         ((0, 2, 1, 2, 0), 2, "w2 has the number 2"),
         ((0, -1, 1, 2, 0), 2, "w2 has the number -1"),
         ((0, 1, 0, 2, 0), 2, "mean \\(buffer\\) has the number 0"),

@@ -144,8 +144,8 @@ HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
 @pytest.mark.parametrize(
     ("message", "place", "value", "words"),
     [
-        (HEARTBEAT, ["kind"], "jump", "no message kind 'jump'"),
-        (HEARTBEAT, ["kind"], 5, "no message kind 5"),
+        (HEARTBEAT, ["kind"], "jump", "message kind 'jump'"),
+        (HEARTBEAT, ["kind"], 5, "message kind 5"),
         (HEARTBEAT, ["step"], "many", "heartbeat.step is 'many'"),
         (HEARTBEAT, ["step"], True, "heartbeat.step is True"),
         (HEARTBEAT, ["session"], "text", "heartbeat.session is 'text'"),
@@ -214,11 +214,11 @@ def test_deep_nesting_is_refused() -> None:
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
-        ([], "has 0 frames"),
-        ([encode(Chunk(0, 1)), b"x", b"y"], "has 3 frames"),
+        ([], "got 0 frames"),
+        ([encode(Chunk(0, 1)), b"x", b"y"], "got 3 frames"),
         ([encode(Chunk(0, 1))], "empty buffer"),
         ([encode(Chunk(0, 1)), b""], "empty buffer"),
-        ([encode(Credit(1)), b"x"], "credit message has no buffer"),
+        ([encode(Credit(1)), b"x"], "credit message must not have a buffer"),
         ([encode(Chunk(0, 1)), bytes(MAX_BUFFER_BYTES + 1)], "the limit is"),
         ([bytes((8 << 20) + 1)], "header has"),
     ],

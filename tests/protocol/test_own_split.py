@@ -59,10 +59,10 @@ def test_each_parameter_goes_where_its_pattern_says() -> None:
 @pytest.mark.parametrize(
     ("fragments", "words"),
     [
-        ({"a.*": 0}, "says nothing of 2 trainable parameter(s): b.weight"),
+        ({"a.*": 0}, "has no pattern for 2 trainable parameter(s): b.weight"),
         (
             {"*": 0, "b.weight": 1},
-            "names 1 parameter(s) more than once: b.weight by '*' and 'b.weight'",
+            "matches 1 parameter(s) more than once: b.weight by '*' and 'b.weight'",
         ),
         (
             {"a.*": 0, "b.*": 0, "c.*": 0},
@@ -90,13 +90,13 @@ def test_file_that_does_not_fit_the_model_is_one_sentence_that_names_the_paramet
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "own.json is no JSON: "),
-        ("[" * 100_000, "own.json is no JSON: "),
+        ("{", "own.json is not JSON: "),
+        ("[" * 100_000, "own.json is not JSON: "),
         ("[1]", "must hold an object like"),
         ("{}", "must hold an object like"),
         ('{"a": 0, "b": 1.5, "c": -1, "d": true}', "'b' has 1.5"),
-        ('{"a": 0, "b": 2}', "has a fragment 2 and none numbered 1"),
-        ('{"a": 1000000000000}', "and none numbered 0"),
+        ('{"a": 0, "b": 2}', "has a fragment 2 but no fragment 1"),
+        ('{"a": 1000000000000}', "but no fragment 0"),
         ('{"a": 0, "b": 0, "a": 1}', "has a more than once"),
     ],
 )
@@ -111,7 +111,7 @@ def test_file_that_is_no_split_is_one_sentence(text: str, words: str) -> None:
     [
         (lambda name, shape: 2, "puts a.weight in 2"),
         (lambda name, shape: 0, "leaves fragment 1 without"),
-        (lambda name, shape: None, "The fragment of a.weight [4] is not known"),
+        (lambda name, shape: None, "for a.weight [4]; it must return an integer"),
         (lambda name, shape: {}[name], "KeyError('a.weight')"),
     ],
 )
@@ -138,9 +138,9 @@ def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path
     ("options", "function", "words"),
     [
         ({"fragment_plan": "/none.json"}, None, "--fragment-plan /none.json cannot be read: No su"),
-        ({"num_fragments": 3}, None, "has 2 fragments, and --num-fragments is 3"),
-        ({"fragment_pattern": "balanced"}, None, "must be left out with --fragment-plan"),
-        ({}, by_layer, "leave one of them out"),
+        ({"num_fragments": 3}, None, "has 2 fragments, but --num-fragments is 3"),
+        ({"fragment_pattern": "balanced"}, None, "must be omitted with --fragment-plan"),
+        ({}, by_layer, "remove one of them"),
     ],
 )
 def test_options_that_contradict_the_file_stop_the_start(
@@ -218,5 +218,5 @@ def test_another_split_than_the_checkpoints_is_refused(
     with pytest.raises(UsageError, match=words) as caught:
         one_round(tmp_path / "run", **options[1])
     if first == TWO_AND_ONE:
-        again = "give the same --fragment-plan, or --resume none to begin a new run"
+        again = "give the same --fragment-plan, or --resume none to start a new run"
         assert again in str(caught.value)

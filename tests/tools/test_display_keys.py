@@ -32,11 +32,10 @@ from kit.web_commands import refusal, started
 
 pytest_plugins = ("kit.key_fixtures",)
 
-# Parts of sentences by the protocol's clients.
-OTHER = r".*connection"
-WANTED = r".*key.*keygen"
-REVOKED = r".*key.*revoked"
-NONE = r".*key"
+OTHER = r"The peer closes the connection at once: it is a broker that requires a key or another"
+WANTED = r"The broker requires a key; give the key file that diloco-broker keygen made"
+REVOKED = r"The broker rejected the key: it was revoked, or made for another broker"
+NONE = r"The broker uses no keys"
 
 
 def other_broker_s(folder: KeyFolder, path: Path) -> Keys:
@@ -125,10 +124,10 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("name", "said"),
         [
-            ("nowhere.key", "No such file or directory"),
-            ("broker.key", "broker.key"),
-            ("allowed/monitor/display.pub", "display.pub"),
-            ("allowed", "allowed"),
+            ("nowhere.key", "cannot be read: No such file or directory; give the key file that"),
+            ("broker.key", "is not a key of a worker, operator or monitor: it is the broker's own"),
+            ("allowed/monitor/display.pub", "is not a key of a worker, operator or monitor"),
+            ("allowed", "has no key of a"),
         ],
     )
     def test_what_is_no_key_is_one_sentence_of_each_command(

@@ -107,7 +107,7 @@ def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launche
     # The shells have ended at once; the scripts had the time to leave the run, which is saved then.
     assert [log(processes, name).splitlines().count("left") for name in ("w0", "w1")] == [1, 1]
     broker = log(processes, "broker")
-    assert broker.rindex("w1 leaves") < broker.rindex("The run is saved")
+    assert broker.rindex("w1 leaves") < broker.rindex("Saved the run")
     assert list((processes.folder / "run" / "broker").glob("checkpoint-*"))
 
 

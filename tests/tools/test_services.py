@@ -65,7 +65,7 @@ def test_broker_of_the_unit_starts_with_what_the_page_says(keys: Path) -> None:
     words = start_of(SERVICES / "diloco-broker.service")
     assert words.pop() == "$DILOCO_SERVE"
     words[words.index("/etc/diloco/keys")] = str(keys)
-    assert "good" in run([*words, *shlex.split(given[1]), "--check"], keys.parent).stdout
+    assert "valid" in run([*words, *shlex.split(given[1]), "--check"], keys.parent).stdout
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_broker_of_the_compose_file_starts(keys: Path) -> None:
     broker = COMPOSE["broker"]
     words = ["diloco-broker", *broker["command"], "--check"]
     words[words.index("/keys")] = str(keys)
-    assert "good" in run(words, keys.parent).stdout
+    assert "valid" in run(words, keys.parent).stdout
     assert "./keys:/keys:ro" in broker["volumes"]
 
 

@@ -81,7 +81,7 @@ def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: P
     with a_client(broker.address()) as client:
         pushes_and_pulls(client, 0, 2)
         texts = " ".join(event["text"] for event in client.status()["events"])
-        assert f"The audit log {audit} cannot be written: File too large." in texts
+        assert f"Cannot write the audit log {audit}: File too large." in texts
         assert "checkpoint" in texts
     os.kill(broker.pid, signal.SIGTERM)
     assert broker.ends(20) == 0

@@ -52,7 +52,7 @@ def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path
     file = tmp_path / "address"
     known = f"file://{file}"
     worker = processes.train("a", known, 200, pause=0.01)
-    worker.says(f"the file {file} is not there yet; waiting for diloco-broker serve --address-file")
+    worker.says(f"the file {file} does not exist yet; waiting for ")
     options = ("--sync-every", "5", "--save-dir", "run", "--address-file", str(file))
     first, here = processes.serve(*options)
     assert file.read_text().splitlines()[0] == here

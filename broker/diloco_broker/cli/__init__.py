@@ -1,1 +1,1 @@
-"""The command `diloco-broker`."""
+"""The command line of `diloco-broker`."""

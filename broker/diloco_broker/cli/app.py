@@ -1,4 +1,4 @@
-"""`diloco-broker`: the commands."""
+"""Assembles the commands of `diloco-broker`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = App(no_args_is_help=True)
 
 @app.callback()
 def commands() -> None:
-    """Average the pseudo-gradients of DiLoCo workers and hand global parameters back."""
+    """Average the pseudo-gradients of DiLoCo workers and return global parameters."""
 
 
 app.command(cls=WithPort)(serve)

@@ -1,4 +1,4 @@
-"""What checkpoints hold, for people: the newest sound one, and a description of each."""
+"""Finds the newest intact checkpoint, and describes checkpoints for people and programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = ("mode", "workers", "sync_every", "outer_lr", "outer_momentum", "num_fr
 
 
 def newest_sound(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T]:
-    """The newest readable checkpoint, and how it was read; damaged ones are reported."""
+    """Find and read the newest readable checkpoint; prints a line for each damaged one it skips."""
     paths = checkpoint.at(folder)
     for path in paths:
         try:
@@ -29,16 +29,16 @@ def newest_sound(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T]:
         except Damaged as error:
             typer.echo(f"Skipped: {error}", err=True)
     if paths:
-        raise UsageError(f"None of the {len(paths)} checkpoints in {folder} is sound.")
+        raise UsageError(f"All {len(paths)} checkpoints in {folder} are damaged.")
     raise UsageError(f"{folder} has no checkpoint, and is not an address like tcp://HOST:PORT.")
 
 
 def describe(path: Path, *, quick: bool) -> dict[str, Any]:
-    """Everything that a checkpoint says of its run; `quick` trusts the files to be whole."""
+    """Describe a checkpoint and its run; `quick` skips the checksums of the files."""
     try:
         with checkpoint.as_damaged(path):
             found = _described(path, quick=quick)
-            as_text(path.parent, [found])  # what cannot be shown is none of ours
+            as_text(path.parent, [found])  # a record that cannot be shown is damaged
             return found
     except Damaged as error:
         return {"path": str(path), "sound": False, "problem": str(error)}
@@ -71,8 +71,8 @@ def _described(path: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
-    """Descriptions as lines for a terminal."""
-    lines = [f"{folder}: {len(found)} checkpoint{'s'[: len(found) != 1]}, the newest first", ""]
+    """Format descriptions as lines for a terminal."""
+    lines = [f"{folder}: {len(found)} checkpoint{'s'[: len(found) != 1]}, newest first", ""]
     for each in found:
         name = Path(each["path"]).name
         if each["sound"]:
@@ -88,11 +88,11 @@ def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
         workers = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
         lines += [
             "",
-            f"  run         {sound['run']}, life {sound['life']} of the broker",
+            f"  run         {sound['run']}, incarnation {sound['life']} of the broker",
             f"  versions    {', '.join(map(str, sound['versions']))} (by fragment)",
             f"  model       {sound['parameters']:,} trainable parameters, {sound['tensors']} tensors",
-            f"  optimizer   {sound['outer']}, remembers: {', '.join(sound['outer_state']) or 'nothing'}",
-            f"  workers     {workers or 'none were here'}",
+            f"  optimizer   {sound['outer']}, state: {', '.join(sound['outer_state']) or 'none'}",
+            f"  workers     {workers or 'none'}",
             f"  so far      {done.get('rounds', 0)} rounds, {done.get('pushes', 0)} pushes",
             f"  options     {options}",
         ]

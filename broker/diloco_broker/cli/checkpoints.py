@@ -1,4 +1,4 @@
-"""`diloco-broker inspect` and `export`: looking into checkpoints, and taking the model out."""
+"""`diloco-broker inspect` and `export`: describe checkpoints, and export the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
 
-# What reads checkpoints imports torch, which takes seconds that other commands have not.
+# Modules that read checkpoints are imported where they are used: they import torch, which takes seconds.
 
-ModelServer = Annotated[str | None, server_option(help="A running broker, instead of SOURCE.")]
-RUN_FOLDER = Path("diloco-run")  # of `serve`, unless it is given another
-PATIENCE_S = 10.0  # with a broker that is asked for its model
+ModelServer = Annotated[
+    str | None, server_option(help="Address of a running broker, instead of SOURCE.")
+]
+RUN_FOLDER = Path("diloco-run")  # default --save-dir of `serve`
+PATIENCE_S = 10.0  # timeout of a broker's replies
 
 
 def export(  # noqa: PLR0917  each is an option
@@ -40,23 +42,23 @@ def export(  # noqa: PLR0917  each is an option
     to: Annotated[
         Path,
         typer.Option(
-            help="File to write; load it with safetensors.torch.load_file. With --like, a folder."
+            help="File to write; safetensors.torch.load_file reads it. With --like, a folder."
         ),
     ] = Path("model.safetensors"),
     like: Annotated[
         Path | None,
         typer.Option(
             metavar="HF_FOLDER",
-            help="A folder of save_pretrained (model or PEFT adapters): --to becomes one like it with "
-            "this model's values, which from_pretrained loads.",
+            help="Folder written by save_pretrained (model or PEFT adapters); --to becomes a copy of it "
+            "with this model's values, which from_pretrained loads.",
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace what exists under that name.")
+        bool, typer.Option("--force", help="Replace an existing file or folder.")
     ] = False,
     keys: KeyFile = None,
 ) -> None:
-    """Write the global parameters: safetensors that load into the original model, or a model folder."""
+    """Export the global parameters as a safetensors file or as a Hugging Face model folder."""
     from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
     from diloco_broker.storage.model_file import model_of, write_model
@@ -66,14 +68,14 @@ def export(  # noqa: PLR0917  each is an option
 
     with failing_in_a_sentence():
         if like is not None and to == Path("model.safetensors"):
-            raise UsageError("--like makes a folder: give its name, --to FOLDER.")
+            raise UsageError("--like writes a folder: give its name, --to FOLDER.")
         if to.is_dir() != (like is not None) and to.exists():
             kind = "folder" if to.is_dir() else "file"
             raise UsageError(f"{to} is a {kind} already; give another --to.")
         if to.exists() and not force and not (to.is_dir() and not any(to.iterdir())):
             raise UsageError(f"{to} exists already; give --force to replace it.")
         if not to.parent.is_dir():
-            raise UsageError(f"The folder {to.parent} of {to.name} does not exist.")
+            raise UsageError(f"The folder {to.parent} of --to {to.name} does not exist.")
         address, folder = server_or_path(source, server, RUN_FOLDER)
         if address is not None:
             key = find_keys(keys, Role.OPERATOR, Role.WORKER)
@@ -83,15 +85,15 @@ def export(  # noqa: PLR0917  each is an option
             model, what = read.tensors, f"version{'s'[: len(read.versions) != 1]} {versions}"
             if in_few_bits(read.reply_dtype):
                 what += (
-                    f"; these are the values that workers hold (--reply-dtype {read.reply_dtype}), the "
-                    "master is in the checkpoints"
+                    f"; these are the workers' values (--reply-dtype {read.reply_dtype}), the master "
+                    "copy is in the checkpoints"
                 )
         else:
             path, found = newest_sound(folder, checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"
             reply = str(found.config.get("reply_dtype", ""))
             if reply in SIZES and in_few_bits(reply):
-                what += f"; this is the master, which workers hold in {reply} steps behind it"
+                what += f"; this is the master copy, of which workers hold an {reply} approximation"
         size = write_model(model, to) if like is None else write_like(model, to, like)
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
 
@@ -100,14 +102,16 @@ def inspect(
     folder: Annotated[
         Path, typer.Argument(help="Folder of checkpoints, or one checkpoint.")
     ] = RUN_FOLDER,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for programs.")
+    ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Do not read the tensors to check their sums.")
+        bool, typer.Option("--quick", help="Skip the checksums of the tensors.")
     ] = False,
 ) -> None:
-    """Show what checkpoints there are, whether they are sound, and what the newest holds.
+    """List the checkpoints, check that they are intact, and describe the newest.
 
-    Exits with 0 when the newest one is sound, 1 when it is not, 2 when there is none.
+    Exit codes: 0 the newest is intact, 1 it is damaged, 2 there is none.
     """
     from diloco_broker.cli import checkpoint_report
     from diloco_broker.storage import checkpoint

@@ -1,4 +1,4 @@
-"""Options of the configuration as options of a command, so that they are declared in one place only."""
+"""Turns the declared options of the configuration into options of a command."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TYPES = get_type_hints(BrokerConfig)
 
 
 def parameter(name: str, default: Any, text: str, panel: str | None = None) -> Parameter:
-    """An option of the configuration as a parameter of a command that typer reads."""
+    """An option of the configuration as a parameter of a typer command."""
     declared = DECLARED[name]
     kind = declared.reads or _TYPES[name]
-    # Without a name of its own typer adds --no-NAME, which makes sense only where it is on by default.
+    # Without an explicit name typer adds --no-NAME, which is useful only if the default is on.
     names = ["--" + name.replace("_", "-")] if default is False else []
     shown = typer.Option(*names, metavar=declared.rule.word, help=text, rich_help_panel=panel)
     kind = Annotated[kind | None if default is None else kind, shown]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-# What most runs need, in the order of `--help`, which shows them first; `serve` adds two of its own.
+# Options that most runs need, in the order of `--help`, which lists them first; `serve` adds two.
 MOST_USED = (
     "workers",
     "sync_every",
@@ -43,7 +43,7 @@ MOST_USED_PANEL = "Most used"
 
 
 def as_declared(name: str, default: Any) -> Parameter:
-    """The option with its own help, in its own panel, or in that of the options most used."""
+    """An option with its declared help, in its own panel or that of the most used options."""
     option = DECLARED[name]
     text = f"{option.help} Default: {option.if_none}." if option.if_none else option.help
     panel = MOST_USED_PANEL if name in MOST_USED else option.panel
@@ -51,7 +51,7 @@ def as_declared(name: str, default: Any) -> Parameter:
 
 
 def all_declared(defaults: Mapping[str, Any], without: Container[str] = ()) -> Iterator[Parameter]:
-    """Every option of the configuration, those most used first."""
+    """All options of the configuration, the most used first."""
     for name in dict.fromkeys((*MOST_USED, *DECLARED)):
         if name not in without:
             yield as_declared(name, defaults[name])

@@ -1,7 +1,7 @@
-"""The web page beside the broker: a process of its own, which lives no longer than the broker does.
+"""Runs the dashboard of the broker in a child process that exits with the broker.
 
-It reads the feed like any display, so nothing it does can slow the broker down. Its standard input
-is a pipe without a writer: when the broker ends, however it ends, the pipe closes and so does it.
+It reads the feed like other displays, so it cannot slow the broker down. Its standard input is a pipe
+without data: when the broker exits, even if it is killed, the pipe closes and the dashboard exits.
 """
 
 from __future__ import annotations
@@ -24,36 +24,35 @@ ENDS_WITHIN_S = 3.0
 
 
 def key_of_page(folder: Path) -> Path:
-    """The file of the page's key in a broker's folder of keys: a monitor's, which cannot steer.
+    """The key file of the dashboard in a broker's key folder: a monitor's key, which is read-only.
 
     Raises:
-        UsageError: there is none, and none can be made.
+        UsageError: it does not exist, and cannot be created.
     """
     try:
         return KeyFolder(folder).for_dashboard()
     except OSError as error:
         raise UsageError(
-            f"--dashboard wants a key of its own, and {error.filename} cannot be written: "
-            f"{error.strerror}. Let this user write there, or start the page by itself: "
-            "diloco-dashboard --keys FILE"
+            f"--dashboard needs its own key, but {error.filename} cannot be written: {error.strerror}. "
+            "Make it writable for this user, or start the page separately: diloco-dashboard --keys FILE"
         ) from None
 
 
 class Dashboard:
-    """Starts `diloco-dashboard`, on a free port where it is 0, and logs the address to open.
+    """Starts `diloco-dashboard`, and logs the address to open. Port 0 picks a free one.
 
-    `key` is the file of its key, where the broker asks for one.
+    `key` is its key file, if the broker requires keys.
     """
 
     def __init__(self, feed: str, control: str, port: int, key: Path | None = None) -> None:
         words = ["--feed", feed, "--control", control, "--port", str(port), "--lifeline"]
-        # A key that the user who starts the broker has for another one is not for this page.
+        # The variable may name a key for another broker.
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
         if key is not None:
             words += ["--keys", str(key)]
             logger.info(
-                "The dashboard only shows, with a monitor's key of its own (%s). One that steers: "
-                "diloco-dashboard --feed %s --port 0 --keys FILE, of an operator in %s",
+                "The dashboard is read-only: it uses a monitor's key (%s). To operate the run, start "
+                "diloco-dashboard --feed %s --port 0 --keys FILE with an operator's key from %s",
                 key,
                 feed,
                 shlex.quote(str(key.parent)),
@@ -64,7 +63,7 @@ class Dashboard:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C in the terminal is for the broker, which ends it
+            start_new_session=True,  # Ctrl-C goes to the broker, which stops the dashboard
         )
         self._is_ending = False
         self._reader = threading.Thread(target=self._read, name="diloco-dashboard", daemon=True)
@@ -77,11 +76,11 @@ class Dashboard:
             if name == "dashboard":
                 logger.info("Dashboard: %s", address)
         code = self._process.wait()
-        if not self._is_ending:  # why, it has said itself
-            logger.error("The dashboard ended with code %d; the run goes on without it.", code)
+        if not self._is_ending:  # it has logged the reason itself
+            logger.error("The dashboard exited with code %d; the run continues without it.", code)
 
     def close(self) -> None:
-        """End it, within a bounded time."""
+        """Stop the dashboard, by killing it if it does not exit in time."""
         self._is_ending = True
         assert self._process.stdin is not None
         self._process.stdin.close()

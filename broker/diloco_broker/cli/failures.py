@@ -1,4 +1,4 @@
-"""How a command of the broker fails: with one sentence on stderr and exit code 2."""
+"""Makes a command of the broker fail with one sentence on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ COMMAND = "diloco-broker"
 
 
 def fail(sentence: object) -> NoReturn:
-    """Say why, and end the process."""
+    """Print the error, and exit."""
     command_line.fail(COMMAND, sentence)
 
 
 def failing_in_a_sentence() -> AbstractContextManager[None]:
-    """Within it, an error of the caller or of the other side ends the process with its sentence."""
+    """A context in which a usage or connection error exits the process with its message."""
     return command_line.failing_in_a_sentence(COMMAND)

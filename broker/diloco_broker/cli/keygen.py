@@ -1,4 +1,4 @@
-"""`diloco-broker keygen`: keys for a broker and for those it lets in."""
+"""`diloco-broker keygen`: makes keys for a broker and its peers."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ MONITOR = "display"
 def keygen(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Where the keys are, or will be.", show_default=False),
+        typer.Argument(
+            metavar="DIR", help="Folder of the keys; created if missing.", show_default=False
+        ),
     ],
     workers: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORKER]...", help="Names of workers; each trains under its name."),
+        typer.Argument(metavar="[WORKER]...", help="Names of workers, which they train under."),
     ] = None,
     operator: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Somebody who may steer the run; may be given again."),
+        typer.Option(
+            metavar="NAME", help="Name of an operator, who may operate the run; repeatable."
+        ),
     ] = None,
     relay: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="A relay, which vouches for its workers; may be given again."
+            metavar="NAME", help="Name of a relay, which vouches for its workers; repeatable."
         ),
     ] = None,
     monitor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A display that may only look; may be given again."),
+        typer.Option(metavar="NAME", help="Name of a read-only display; repeatable."),
     ] = None,
 ) -> None:
-    """Make keys: of the broker, of its workers by name, of operators, relays and monitors.
+    """Make keys for the broker, its workers, operators, relays and monitors.
 
-    The first time the broker's own key is made, with one operator and one monitor. Later calls add
-    keys and change none. A broker that runs lets in new ones within seconds.
+    The first call makes the broker's key, and one key of an operator and of a monitor. Later calls add
+    keys and change none. A running broker accepts new keys within seconds.
     """
     is_new = not (folder / "broker.key").exists()
     wanted = [(Role.WORKER, name) for name in workers or ()]
@@ -56,7 +60,7 @@ def keygen(
     if not wanted:
         fail(f"No key to make; name a worker: diloco-broker keygen {folder} gpu-0")
     with failing_in_a_sentence():
-        for _, name in wanted:  # before anything is made
+        for _, name in wanted:  # before writing any file
             check_name(name)
         try:
             keys = KeyFolder.make(folder)
@@ -65,7 +69,7 @@ def keygen(
             raise UsageError(f"{error.filename} cannot be written: {error.strerror}.") from None
     quoted = shlex.quote(str(folder))
     if is_new:
-        typer.echo(f"The broker's own key stays on its machine:\n  {_serve(quoted)}")
+        typer.echo(f"The broker's key stays on its machine:\n  {_serve(quoted)}")
     for role, heading in _HEADINGS.items():
         files = [(peer.name, file) for peer, file in made.items() if peer.role is role]
         if files:
@@ -84,10 +88,10 @@ def _serve(folder: str) -> str:
 
 
 _HEADINGS = {
-    Role.WORKER: "Each worker gets its one file; copy it, and start the training script with it:",
-    Role.OPERATOR: "Operators steer, and see everything:",
+    Role.WORKER: "Each worker needs its own file; copy it there, and start the training script with it:",
+    Role.OPERATOR: "Operators read and change everything:",
     Role.RELAY: "Relays connect workers, and may give them any name:",
-    Role.MONITOR: "Monitors only look:",
+    Role.MONITOR: "Monitors only read:",
 }
 _LINES = {
     Role.WORKER: f"scp {{file}} {{name}}:  # there: export {VARIABLE}=~/{{key}}",
@@ -98,7 +102,7 @@ _LINES = {
 
 
 def _me() -> str:
-    """The name of this user, as far as it can be the name of a key."""
+    """The name of this user, reduced to characters that are valid in the name of a key."""
     try:
         name = re.sub(r"[^A-Za-z0-9_-]", "-", getpass.getuser()).strip("-_")[:32]
     except (KeyError, OSError):  # a user id without a name

@@ -1,7 +1,7 @@
-"""Commands that ask a running broker for something, from `status` to `stop-all`.
+"""Commands that send a control action to a running broker, from `status` to `promote`.
 
-Exit codes: 0 it was done, 1 the broker refused or (`status`) the run is degraded, 2 wrong usage or no
-broker there, 130 given up.
+Exit codes: 0 success, 1 the broker refused or (`status`) the run is degraded, 2 wrong usage or no reply,
+130 cancelled.
 """
 
 from __future__ import annotations
@@ -45,20 +45,22 @@ ASK_AGAIN_S = 0.5
 ENDS = {"max_rounds", "token_budget", "max_time"}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the answer.")]
-Wait = Annotated[
-    float, typer.Option(metavar="SECONDS", help="How long to wait for the workers' replies.")
+Timeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Timeout of the broker's reply, seconds.")
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether you are sure.")]
+Wait = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Timeout of the workers' replies, seconds.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
-# What an option that is set while the run goes on needs to have said besides.
-_ALSO = {"sync_every": " From each worker's next cycle on.", "quorum": " 0: wait for all."}
-_ALSO |= dict.fromkeys(("max_rounds", "token_budget", "max_time"), " 0: no such end.")
+# Additional help of options that change a running run.
+_ALSO = {"sync_every": " Takes effect with each worker's next cycle.", "quorum": " 0: all workers."}
+_ALSO |= dict.fromkeys(("max_rounds", "token_budget", "max_time"), " 0: no limit.")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The broker that a command asks, and how it says what came of it."""
+    """The broker that a command addresses, and how the result is printed."""
 
     address: str
     timeout: float
@@ -66,14 +68,14 @@ class Asked:
     keys: Path | None
 
     def ask(self, action: str, **arguments: Any) -> Result:
-        """The answer to an action; ends the process where none comes within `timeout` seconds."""
+        """Send an action and return the reply; exits if none arrives within `timeout` seconds."""
         try:
             return self._ask(action, **arguments)
         except Unreachable as error:
             _fail(str(error), self.as_json)
 
     def ask_again(self, action: str) -> Result | None:
-        """The answer to an action; None where none comes within `timeout` seconds."""
+        """Send an action and return the reply; None if none arrives within `timeout` seconds."""
         try:
             return self._ask(action)
         except Unreachable:
@@ -90,11 +92,11 @@ class Asked:
             raise typer.Exit(GIVEN_UP) from None
 
     def do(self, action: str, **arguments: Any) -> None:
-        """Have an action carried out, and say what came of it."""
+        """Send an action, and print the result."""
         self.finish(self.ask(action, **arguments))
 
     def finish(self, result: Result) -> None:
-        """Say what came of it; ends the process where the broker refused."""
+        """Print a result; exits if the broker refused."""
         text = result.text if result.ok else f"diloco-broker: {result.text}"
         if self.as_json:
             typer.echo(json.dumps({"ok": result.ok, "text": result.text, **result.data}))
@@ -104,22 +106,24 @@ class Asked:
             raise typer.Exit(REFUSED)
 
     def sure(self, yes: bool, question: str) -> None:
-        """Ask on the terminal; where there is none --yes is needed."""
+        """Ask for confirmation; without a terminal --yes is required."""
         if yes:
             return
         if not sys.stdin.isatty():
-            _fail(f"{question} No terminal to ask on; give --yes to confirm.", self.as_json)
+            _fail(
+                f"{question} Standard input is not a terminal; give --yes to confirm.", self.as_json
+            )
         try:
             is_sure = typer.confirm(question)
         except (typer.Abort, KeyboardInterrupt):
             is_sure = False
         if not is_sure:
-            typer.echo("Nothing was done.")
+            typer.echo("Cancelled.")
             raise typer.Exit(GIVEN_UP)
 
 
 def _asking(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of a function of the broker that is asked: with the options that say which."""
+    """Make a command of a function of `Asked`: add the options that select the broker."""
     own = [
         each
         for each in signature(command, eval_str=True).parameters.values()
@@ -147,15 +151,15 @@ def _asking(command: Callable[..., None]) -> Callable[..., None]:
 
 @_asking
 def status(broker: Asked) -> None:
-    """Show how a running broker is doing. For a display that keeps running: diloco-top.
+    """Show the status of a running broker once; diloco-top shows it continuously.
 
-    Exit code 1 while the run is DEGRADED, as diloco-top has it.
+    Exit code 1 if the run is DEGRADED, by the same rules as diloco-top.
     """
     result = broker.ask("status")
     if not result.ok:
         broker.finish(result)
         return
-    # A standby has no run to judge, only how it stands with its hub.
+    # A standby has no run to judge, only its connection to the hub.
     is_standby = "hears_hub" in result.data
     if broker.as_json:
         typer.echo(json.dumps(result.data))
@@ -177,25 +181,25 @@ def save(broker: Asked) -> None:
 @_asking
 def kick(
     broker: Asked,
-    worker: Annotated[str, typer.Argument(help="Its id, as diloco-broker status shows it.")],
+    worker: Annotated[str, typer.Argument(help="Worker id, as shown by diloco-broker status.")],
     yes: Yes = False,
 ) -> None:
-    """Remove a worker from the run: the others no longer wait for it, it is told."""
-    broker.sure(yes, f"Remove {worker} from the run? What it has not sent whole is lost.")
+    """Remove a worker from the run and notify it; rounds no longer wait for it."""
+    broker.sure(yes, f"Remove {worker} from the run? Its incomplete push is lost.")
     broker.do("kick", worker=worker)
 
 
 @_asking
 @with_options(parameter(name, None, DECLARED[name].help + _ALSO.get(name, "")) for name in SETTINGS)
 def set_(broker: Asked, yes: Yes = False, **settings: Any) -> None:
-    """Change settings of the run from the next version on. All of them, or none if one is wrong.
+    """Change settings of the run from the next version on: all of them, or none if one is invalid.
 
-    An end of the run that it has reached already ends it with the open round, so that needs --yes.
+    A limit that the run has reached already ends it with the open round, and needs confirmation.
     """
     arguments = {name: value for name, value in settings.items() if value is not None}
     if not arguments:
         options = ", ".join("--" + name.replace("_", "-") for name in SETTINGS)
-        _fail(f"There is nothing to set; give one or more of {options}.")
+        _fail(f"Nothing to set; give one or more of {options}.")
     if not yes and ENDS & arguments.keys():
         status = broker.ask("status")
         reached = reached_end(arguments, status.data) if status.ok else None
@@ -208,7 +212,7 @@ def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str |
     """A sentence if one of these settings ends the run with its open round; else None.
 
     Args:
-        settings: by name, as `set` is given them; 0 means no such end.
+        settings: by name, as passed to `set`; 0 means no limit.
         status: the broker's snapshot.
     """
     end, totals = status.get("end") or {}, status.get("totals") or {}
@@ -227,7 +231,7 @@ def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str |
             f"The run has trained on {tokens} tokens: --token-budget {settings['token_budget']} ends "
             "it now."
         )
-    with contextlib.suppress(ValueError):  # the broker refuses it
+    with contextlib.suppress(ValueError):  # the broker rejects it
         if 0 < parse_duration(settings.get("max_time", "")) <= seconds:
             return f"The run has trained for {seconds} s: --max-time {settings['max_time']} ends it now."
     return None
@@ -235,13 +239,13 @@ def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str |
 
 @_asking
 def pause(broker: Asked) -> None:
-    """Close no more rounds: workers train to their next boundary and wait there."""
+    """Stop closing rounds: workers train to their next boundary and wait there."""
     broker.do("pause")
 
 
 @_asking
 def resume(broker: Asked) -> None:
-    """Go on after pause."""
+    """Continue after pause."""
     broker.do("resume")
 
 
@@ -252,37 +256,37 @@ def shutdown(
         bool,
         typer.Option(
             "--restarting",
-            help="The broker will be started again: workers train on and come back to it.",
+            help="Stop the broker for a restart: workers continue training and reconnect.",
         ),
     ] = False,
     yes: Yes = False,
 ) -> None:
     """End the run: the broker finishes a closing round, saves, and stops its workers."""
     if restarting:
-        broker.sure(yes, "Stop the broker? Its workers train on alone until it is started again.")
+        broker.sure(yes, "Stop the broker? Its workers train alone until it is restarted.")
         broker.do("shutdown", restarting=True)
     else:
         broker.sure(
-            yes, "End the run? Its workers are told to stop. (--restarting: they train on.)"
+            yes, "End the run? Its workers stop. (With --restarting they continue training.)"
         )
         broker.do("shutdown")
 
 
 @_asking
 def save_all(broker: Asked, wait: Wait = 60.0) -> None:
-    """Ask each worker to save, and show who has."""
+    """Ask each worker to save, and show which have."""
     _order(broker, "save_all", wait)
 
 
 @_asking
 def stop_all(broker: Asked, wait: Wait = 60.0, yes: Yes = False) -> None:
-    """Ask each worker to leave once its work in flight is back, and show who has. The broker goes on."""
-    broker.sure(yes, "Stop all workers? The broker goes on; they may join again.")
+    """Ask each worker to leave after its pushes in flight, and show which have. The broker continues."""
+    broker.sure(yes, "Stop all workers? The broker keeps running; they may rejoin.")
     _order(broker, "stop_all", wait)
 
 
 def _order(broker: Asked, action: str, wait: float) -> None:
-    """Give it, then ask now and then how things stand, until all have answered."""
+    """Send a command to all workers, and poll until all have replied."""
     until = time.monotonic() + wait
     result = broker.ask(action)
     try:
@@ -301,28 +305,28 @@ def promote(
     broker: Asked,
     force: Annotated[
         bool,
-        typer.Option("--force", help="At once: you know that the other is gone, and stays so."),
+        typer.Option("--force", help="Do not wait: the other broker is down and stays down."),
     ] = False,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for the takeover.")
+        float, typer.Option(metavar="SECONDS", help="Timeout of the takeover, seconds.")
     ] = 90.0,
     yes: Yes = False,
 ) -> None:
-    """Let a standby take over from its hub; or let a hub go on alone, whose standby is gone for good.
+    """Let a standby take over from its hub, or a hub continue whose standby is down for good.
 
-    A hub that is there finishes its round, saves, and steps down. Without a hub
-    most of its workers have to be at the standby; --force takes your word instead.
-    Of several addresses it is the hub that is asked: give one.
+    A running hub finishes its round, saves, and steps down. If the hub is down,
+    most of its workers must be at the standby, unless --force is given.
+    Give one address: of several, the hub is addressed.
     """
     if force:
         broker.sure(
-            yes, "Take your word? If the other broker is there after all, two have the run."
+            yes, "Force the takeover? If the other broker is still running, both have the run."
         )
     until, arguments = time.monotonic() + wait, {"force": True} if force else {}
     result = broker.ask("promote", **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
         time.sleep(ASK_AGAIN_S)
-        # While the standby becomes a broker it does not answer for a moment.
+        # The standby does not reply while it becomes a broker.
         result = broker.ask_again("promote") or result
     broker.finish(result)
     if result.data.get("is_over") is False:

@@ -1,4 +1,4 @@
-"""`diloco-broker plan`: how a model is split into fragments, before a run or in one."""
+"""`diloco-broker plan`: shows how a model is split into fragments."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from diloco_protocol.records import from_plain
 from diloco_protocol.roles import Role
 
 OPTIONS = {
-    "num_fragments": "P. Default: the run's, or what --fragment-plan has, or 1.",
-    "fragment_pattern": "strided, contiguous or balanced. Default: strided.",
-    "fragment_plan": "Your own split: JSON, {name or pattern of names: fragment}.",
-    "sync_every": "H. Default: the run's, or 500.",
-    "wire_dtype": "Of pushes. Default: the run's, or bf16.",
-    "reply_dtype": "Of replies. Default: the run's, or fp32.",
+    "num_fragments": "P: number of fragments. Default: that of the run or --fragment-plan, else 1.",
+    "fragment_pattern": "Split: strided, contiguous or balanced. Default: strided.",
+    "fragment_plan": "File with a custom split: JSON, {name or pattern of names: fragment}.",
+    "sync_every": "H: steps between two pushes of a fragment. Default: that of the run, else 500.",
+    "wire_dtype": "Dtype of pushes. Default: that of the run, else bf16.",
+    "reply_dtype": "Dtype of replies. Default: that of the run, else fp32.",
 }
 SPLIT = ("num_fragments", "fragment_pattern", "fragment_plan")
-# Options of a run that say when its fragments travel, and in how many bytes.
+# Options that determine when the fragments of a run are sent, and their size in bytes.
 USED = ("sync_every", "wire_dtype", "reply_dtype")
 IN_NO_ORDER = (
-    "The file does not keep the order of the model's tensors; the likely one was taken (embeddings, "
-    "layers by number, the rest). In a run the worker's model decides: diloco-broker plan "
-    "tcp://HOST:PORT shows that."
+    "The file does not have the order of the model's tensors; the likely order is assumed (embeddings, "
+    "layers by number, other tensors). A run uses the order of the worker's model: diloco-broker plan "
+    "tcp://HOST:PORT shows it."
 )
-ALL_TRAINED = "Every floating-point tensor counts as trained; name the others with --frozen."
+ALL_TRAINED = "Every floating-point tensor is assumed to be trained; give the others with --frozen."
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and the plan and options of the run that it is of, if it is of one."""
+    """A model, and the plan and options of its run, if any."""
 
     name: str
     manifest: Manifest
@@ -65,29 +65,31 @@ def plan(  # noqa: PLR0917  each is an option
         str | None,
         typer.Argument(
             show_default=False,
-            help="A .safetensors file, a .pt state dict, a Hugging Face folder; or a run: a folder of "
-            "checkpoints, the address of a broker (tcp://HOST:PORT). Default: DILOCO_SERVER.",
+            help="Model (.safetensors file, .pt state dict or Hugging Face folder) or run (folder of "
+            "checkpoints or address of a broker, tcp://HOST:PORT). Default: DILOCO_SERVER.",
         ),
     ] = None,
     server: Annotated[
-        str | None, server_option(help="The run of this broker, instead of MODEL.")
+        str | None, server_option(help="Address of a broker, instead of MODEL.")
     ] = None,
     frozen: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name, or pattern of names, of parameters of a file that are not trained."
+            help="Name, or pattern of names, of untrained parameters of a model file; repeatable."
         ),
     ] = None,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="Name every parameter, not only the layers.")
+        bool, typer.Option("--parameters", help="List every parameter, not only the layers.")
     ] = False,
-    as_json_: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for programs.")
+    ] = False,
     keys: KeyFile = None,
     **options: Any,
 ) -> None:
-    """Show how a model is split into fragments: which parameters, how many bytes, due when.
+    """Show how a model is split into fragments: their parameters, bytes and schedule.
 
-    Of model files only the headers are read.
+    Only the headers of model files are read.
     """
     asked = {name: options[name] for name in USED if options[name] is not None}
     with failing_in_a_sentence():
@@ -104,18 +106,18 @@ def plan(  # noqa: PLR0917  each is an option
 def _split(
     source: Source, pieces: int | None, pattern: str | None, file: Path | None
 ) -> tuple[FragmentPlan, str]:
-    """The plan that was asked for, and what its pattern is called."""
+    """The requested plan, and the name of its pattern."""
     if file is not None:
         if pattern is not None:
             raise UsageError(
-                f"--fragment-pattern is {pattern}; it must be left out with --fragment-plan {file}, "
-                "which says where each parameter goes."
+                f"--fragment-pattern is {pattern}; it must be omitted with --fragment-plan {file}, "
+                "which assigns each parameter to a fragment."
             )
         own = read_split(file)
         if pieces not in (None, own.num_fragments):
             raise UsageError(
-                f"{own.source} has {own.num_fragments} fragments, and --num-fragments is {pieces}; "
-                f"give --num-fragments {own.num_fragments}, or leave it out."
+                f"{own.source} has {own.num_fragments} fragments, but --num-fragments is {pieces}; "
+                f"give --num-fragments {own.num_fragments}, or omit it."
             )
         return own.plan(source.manifest), OWN
     if source.plan is not None and pieces is None and pattern is None:
@@ -134,7 +136,9 @@ def _source(address: str | None, path: Path, frozen: Sequence[str], keys: Path |
         notes = (*([] if in_order else [IN_NO_ORDER]), *([] if frozen else [ALL_TRAINED]))
         return Source(path.name, manifest, notes=notes)
     if frozen:
-        raise UsageError(f"--frozen is for model files; {address or path} knows what is trained.")
+        raise UsageError(
+            f"--frozen is for model files; {address or path} has the trained parameters itself."
+        )
     return _of_checkpoint(path) if address is None else _of_broker(address, keys)
 
 

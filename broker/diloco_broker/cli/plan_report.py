@@ -1,4 +1,4 @@
-"""A fragment plan for people: a table of 80 columns, what makes it uneven, and what would be better."""
+"""Formats a fragment plan as a table of 80 columns with advice, or as JSON."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.quantities import estimate
 
 WIDTH = 80
-# A largest fragment up to this many times the mean is even enough: the peak of the traffic is that much
-# higher than it could be.
+# Ratio of the largest fragment to the mean up to which a plan counts as even. Peak traffic grows with
+# it.
 EVEN = 1.25
-# Another pattern is worth naming where it takes so much off the largest fragment.
+# Another pattern is suggested if its ratio is below this factor of the plan's.
 BETTER = 0.9
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What there is to report."""
+    """A plan to report."""
 
     source: str  # the file, the checkpoint or the broker
     manifest: Manifest
     plan: FragmentPlan
-    pattern: str  # "own" for a split of one's own
+    pattern: str  # "own" for a custom split
     view: PlanView
     notes: tuple[str, ...] = ()  # assumptions, as sentences
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """Everything, for programs."""
+    """The report as JSON, for programs."""
     view = planned.view
     return {
         "model": planned.source,
@@ -49,7 +49,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def as_text(planned: Planned, *, every_parameter: bool = False) -> str:
-    """The table, the blocks (or every parameter) of each fragment, and advice."""
+    """The report as text: a table, the blocks (or every parameter) of each fragment, and advice."""
     view, manifest = planned.view, planned.manifest
     total = manifest.trainable_elements
     tensors = sum(entry.kind is Kind.TRAINABLE for entry in manifest.entries)
@@ -82,10 +82,10 @@ def as_text(planned: Planned, *, every_parameter: bool = False) -> str:
 
 
 def advice(planned: Planned) -> list[str]:
-    """Sentences on how even the fragments are, and what would make them more so."""
+    """Sentences on how even the fragments are, and on how to improve it."""
     view, pieces = planned.view, planned.plan.num_fragments
     if pieces == 1:
-        return [f"One fragment: the whole model travels at once, every {view.sync_every} steps."]
+        return [f"One fragment: the entire model is sent every {view.sync_every} steps."]
     others = {name: x for name, x in _patterns(planned).items() if name != planned.pattern}
     compared = ", ".join(f"{name} {x:.2f}" for name, x in others.items())
     found = [f"The largest fragment is {view.imbalance:.2f} times the mean ({compared})."]
@@ -95,22 +95,22 @@ def advice(planned: Planned) -> list[str]:
     best = min(others, key=others.__getitem__)
     if view.imbalance > EVEN and others[best] < BETTER * view.imbalance:
         found.append(
-            f"If the link is your bottleneck, --fragment-pattern {best} would be more even: the largest "
-            "fragment sets the peak of the traffic and the time that a delay must hide."
+            f"If the link is your bottleneck, use --fragment-pattern {best}, which is more even: the "
+            "largest fragment determines peak traffic and the time that a delay must hide."
         )
     elif view.imbalance <= EVEN:
-        found.append("That is even enough.")
+        found.append("This is even enough.")
     if largest.elements * pieces > EVEN * total:
         most = max(1, total // largest.elements)
         found.append(
-            f"{largest.name} alone is {largest.elements * pieces / total:.2f} times the mean, and no "
-            f"pattern divides a tensor: more fragments than {most} make the largest no smaller."
+            f"{largest.name} alone is {largest.elements * pieces / total:.2f} times the mean, and "
+            f"tensors are not split: more than {most} fragments do not make the largest smaller."
         )
     return found
 
 
 def _patterns(planned: Planned) -> dict[str, float]:
-    """How uneven each pattern would be with as many fragments."""
+    """The imbalance of each pattern with the same number of fragments."""
     view, found = planned.view, {}
     for pattern in PATTERNS:
         plan = FragmentPlan.of(planned.manifest, planned.plan.num_fragments, pattern)
@@ -124,13 +124,13 @@ def _row(*cells: object) -> str:
 
 
 def _steps(due: int, sync_every: int) -> str:
-    """The first steps after which a fragment is due, as many as there is room for."""
+    """The first one or two steps after which a fragment is due, as the column width allows."""
     two = f"{due}, {due + sync_every}, ..."
     return two if len(two) < 20 else f"{due}, ..."
 
 
 def _blocks(planned: Planned) -> list[str]:
-    """The blocks and modules of each fragment; a star where only a part of one is in it."""
+    """The blocks and modules of each fragment; a star marks a partial one."""
     tensors = Counter(unit_of(name) for names in planned.plan.fragments for name in names)
     lines, has_parts = [], False
     for each in planned.view.fragments:
@@ -140,12 +140,12 @@ def _blocks(planned: Planned) -> list[str]:
         text = ", ".join(_joined(parts))
         lines += _wrapped(f"{each.fragment:>3}  {text}", indent=5)
     if has_parts:
-        lines += _wrapped("  *  a part of it; --parameters names every tensor", indent=5)
+        lines += _wrapped("  *  in part; --parameters lists every tensor", indent=5)
     return lines
 
 
 def _joined(parts: Mapping[str, bool]) -> list[str]:
-    """Names of units, where those of one list follow each other: model.layers.0 2 4."""
+    """Names of units, with consecutive ones of one list joined: model.layers.0 2 4."""
     found: list[str] = []
     before = None
     for unit, is_part in parts.items():
@@ -155,7 +155,7 @@ def _joined(parts: Mapping[str, bool]) -> list[str]:
         if in_list and stem == before:
             found[-1] += f" {number}{star}"
         else:
-            found.append((unit or "(the model itself)") + star)
+            found.append((unit or "(top level)") + star)
         before = stem if in_list else None
     return found
 

@@ -1,4 +1,4 @@
-"""`diloco-broker relay`: connects the workers of a site with their hub."""
+"""`diloco-broker relay`: connects the workers of a site to their hub."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def relay(  # noqa: PLR0917  each is an option of the command
     name: Annotated[
         str | None,
         typer.Option(
-            help="Name in displays. Default: host name and port (a random suffix where the system picks "
+            help="Name in displays. Default: host name and port (a random suffix if the system picks "
             "the port); with --parent-keys the name in that key.",
         ),
     ] = None,
     parent_wire_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of the means that it sends to the hub; int4z for a slow line. Default: that of "
+            help="Dtype of the means that it sends to the hub; int4z for a slow link. Default: that of "
             "the run.",
         ),
     ] = None,
     parent_keys: Annotated[
         Path | None,
-        typer.Option(help="The relay's key, if the hub asks for keys."),
+        typer.Option(help="File of the relay's key, if the hub requires keys."),
     ] = None,
     check: Annotated[
         bool,
@@ -68,8 +68,8 @@ def relay(  # noqa: PLR0917  each is an option of the command
 
     Workers connect to the relay as to a broker, and are members of the hub's
     run. Their pseudo-gradients stay here; the hub receives the mean, and sends
-    each version over the line once. The relay decides and saves nothing. When it
-    dies, its workers join again, here or elsewhere, and lose no work.
+    each version over the link once. The relay decides and saves nothing. If it
+    dies, its workers rejoin here or elsewhere, and lose no work.
 
     Exit codes: 0 the run is over, or a signal; 1 an error; 2 it could not start.
     """
@@ -83,7 +83,7 @@ def relay(  # noqa: PLR0917  each is an option of the command
         config = BrokerConfig(**options, relays=True)
         if check:
             daemon.check(parent, name or daemon.default_name(config), parent_wire_dtype)
-            typer.echo("The options are good.")
+            typer.echo("The options are valid.")
             raise typer.Exit
         service = daemon.RelayBroker(
             config, parent, name=name, parent_wire_dtype=parent_wire_dtype, keys=keys
@@ -103,7 +103,7 @@ def _identity(key: Path | None, name: str | None) -> tuple[Keys | None, str | No
         return None, name
     if keys.peer.role is not Role.RELAY or name not in (None, keys.peer.name):
         raise UsageError(
-            f"--parent-keys is the key of {keys.peer}; a relay takes its own, and its name from there: "
-            "leave --name out. Make one: diloco-broker keygen DIR --relay NAME."
+            f"--parent-keys is the key of {keys.peer}; a relay needs its own key, and takes its name "
+            "from it: omit --name. Make a key: diloco-broker keygen DIR --relay NAME."
         )
     return keys, keys.peer.name

@@ -19,25 +19,25 @@ from diloco_protocol.quantities import duration, plural
 
 def replay(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A tape, as serve --tape FILE writes it.")
+        Path, typer.Argument(metavar="FILE", help="Tape written by serve --tape FILE.")
     ],
     until: Annotated[
         int | None,
-        typer.Option(metavar="ROUND", min=0, help="Stop when this round is reached."),
+        typer.Option(metavar="ROUND", min=0, help="Round at which to stop. Default: replay all."),
     ] = None,
     story: Annotated[
         str | None,
-        typer.Option(metavar="WORKER", help="Print what happened to this worker."),
+        typer.Option(metavar="WORKER", help="Worker whose events are printed."),
     ] = None,
 ) -> None:
     """Replay a tape: feed every event to a broker's core again and compare the effects.
 
-    Prints the first difference and exits with 1: this release decides differently than the broker that
-    wrote the tape, or that broker's machine had a fault.
+    Prints the first difference and exits with 1. A difference means that this release decides
+    differently from the broker that wrote the tape, or that the machine of that broker had a fault.
     """
     with failing_in_a_sentence(), read_tape(file) as tape:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tape.unix_s))
-        typer.echo(f"Tape of a broker {tape.version}, from {made} on.")
+        typer.echo(f"Tape of broker {tape.version}, started {made}.")
         state, began, events = tape.core.state, None, 0
         first = state.totals.rounds
         for step in replayed(tape.core, tape.entries):
@@ -48,7 +48,7 @@ def replay(
                 typer.echo(f"{now - began:10.3f} s  {said}")
             if step.difference is not None:
                 typer.echo(
-                    f"Event {events}, {step.about}, {now - began:.3f} s after the beginning, in round "
+                    f"Event {events}, {step.about}, {now - began:.3f} s after the start, in round "
                     f"{step.about.number}: {step.difference}.",
                     err=True,
                 )
@@ -57,17 +57,17 @@ def replay(
                 break
         seconds = duration(0.0 if began is None else now - began)
         rounds = plural(state.totals.rounds - first, "round")
-        typer.echo(f"{plural(events, 'event')} of {seconds}, {rounds}: every effect was the same.")
+        typer.echo(f"{plural(events, 'event')} of {seconds}, {rounds}: all effects are identical.")
 
 
 def _of_worker(step: Step, worker_id: str, state: RunState) -> str:
     """Describe an event that concerns this worker; empty for any other."""
     member = state.members.named(worker_id)
     own = [] if member is None else member.routes
-    told = [e for e in step.asked_for if isinstance(e, Send) and e.route in own]
+    sent = [e for e in step.asked_for if isinstance(e, Send) and e.route in own]
     logged = [e.text for e in step.asked_for if isinstance(e, Log) and worker_id in e.text]
-    if step.about.worker_id != worker_id and not told and not logged:
+    if step.about.worker_id != worker_id and not sent and not logged:
         return ""
-    kinds = [type(each.message).__name__ for each in told]
-    said = [str(step.about), *([f"told {', '.join(kinds)}"] if kinds else []), *logged]
+    kinds = [type(each.message).__name__ for each in sent]
+    said = [str(step.about), *([f"sent {', '.join(kinds)}"] if kinds else []), *logged]
     return f"round {step.about.number}: {'; '.join(said)}"

@@ -1,4 +1,4 @@
-"""`diloco-broker serve`: the daemon, until a signal or `diloco-broker shutdown` ends it."""
+"""`diloco-broker serve`: runs the broker until a signal or `diloco-broker shutdown` stops it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from diloco_broker.config import BrokerConfig
     from diloco_broker.shell.broker import Broker, Service
 
-# Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
+# Modules that import torch, which takes seconds, are imported where they are used.
 
 DASHBOARD_PORT = 8514
-# Exit code where the run is over and a service manager should leave the broker alone.
+# Exit code when the run is over and a service manager should not restart the broker.
 RUN_IS_OVER = 3
-# The daemon saves by itself, a `Broker` only where it is told.
+# The command saves by default; the class `Broker` does not.
 _DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-run")}
 
 
 class WithPort(Command):
-    """Takes `--dashboard` with a port behind it or without, which typer has no option for."""
+    """Parses `--dashboard` with an optional port, which typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for place in range(len(args) - 1, -1, -1):
@@ -51,15 +51,15 @@ def serve(  # noqa: PLR0917  each is an option
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Parameters to begin with: .safetensors, a .pt state dict, or a Hugging Face folder. "
-            "Without it the first worker provides them.",
+            help="Initial parameters: a .safetensors file, a .pt state dict, or a Hugging Face folder. "
+            "Default: those of the first worker.",
             rich_help_panel=MOST_USED_PANEL,
         ),
     ] = None,
     no_save: Annotated[
         bool,
         typer.Option(
-            "--no-save", help="Write and read no checkpoints.", rich_help_panel=SAVING.title
+            "--no-save", help="Do not write or read checkpoints.", rich_help_panel=SAVING.title
         ),
     ] = False,
     dashboard: Annotated[
@@ -68,15 +68,15 @@ def serve(  # noqa: PLR0917  each is an option
             metavar="[PORT]",
             min=0,
             max=65535,
-            help=f"Show a web page, too, on PORT or {DASHBOARD_PORT}; the log says where.",
+            help=f"Also serve a web page on PORT, default {DASHBOARD_PORT}; the log has its address.",
             rich_help_panel=MOST_USED_PANEL,
         ),
     ] = None,
     address_file: Annotated[
         Path | None,
         typer.Option(
-            help="Write the addresses of this broker there: workers with "
-            "DILOCO_SERVER=file:///PATH find it, also where it moves to.",
+            help="File to which the broker writes its addresses. Workers with "
+            "DILOCO_SERVER=file:///PATH find it there, also after it has moved.",
             rich_help_panel=WIRE.title,
         ),
     ] = None,
@@ -84,8 +84,8 @@ def serve(  # noqa: PLR0917  each is an option
         bool,
         typer.Option(
             "--over-is-success",
-            help="End with 0, not 3, when the run is over, for launchers that take any other code for a "
-            "failure.",
+            help="Exit with 0 instead of 3 when the run is over, for launchers that treat any non-zero "
+            "exit code as a failure.",
             rich_help_panel=RUN.title,
         ),
     ] = False,
@@ -93,7 +93,7 @@ def serve(  # noqa: PLR0917  each is an option
         bool,
         typer.Option(
             "--check",
-            help="Say whether the options are good, and serve nothing.",
+            help="Check the options and exit.",
             rich_help_panel=RUN.title,
         ),
     ] = False,
@@ -102,9 +102,9 @@ def serve(  # noqa: PLR0917  each is an option
     ] = False,
     **options: Any,
 ) -> None:
-    """Serve a run until SIGTERM or Ctrl-C. The run survives both: workers train on and come back.
+    """Serve a run until SIGTERM or Ctrl-C. The run survives both: workers continue and reconnect.
 
-    A second signal ends at once. Exit codes: 0 ended by a signal, by shutdown
+    A second signal exits at once. Exit codes: 0 stopped by a signal, by shutdown
     --restarting, or by --max-rounds, --token-budget or --max-time, 3 the run
     is over (diloco-broker shutdown), 2 it could not start, 1 an error.
     """
@@ -116,7 +116,7 @@ def serve(  # noqa: PLR0917  each is an option
         key = key_of_page(keys) if keys is not None and dashboard is not None else None
         config = config_of(options)
         if check:
-            typer.echo("The options are good.")
+            typer.echo("The options are valid.")
             raise typer.Exit
         broker = _broker(config, model)
         if address_file is not None:
@@ -136,31 +136,31 @@ def serve(  # noqa: PLR0917  each is an option
 
 
 def _write(file: Path, broker: Broker) -> None:
-    """Kept when the broker ends: its next life replaces it, and meanwhile it costs a worker nothing."""
+    """Write the address file. It stays when the broker exits; its next incarnation replaces it."""
     try:
         write_address(file, broker.address, broker.feed_address)
     except OSError as error:
         raise UsageError(
             f"--address-file {file} cannot be written: {error.strerror}; give a file in a folder that "
-            "this user may write in."
+            "is writable by this user."
         ) from None
 
 
 def _save_nothing(options: dict[str, Any]) -> None:
     resume = options["resume"]
     if resume not in ("auto", "none"):
-        raise UsageError(f"--resume {resume} and --no-save exclude each other; leave one out.")
+        raise UsageError(f"--resume {resume} and --no-save exclude each other; omit one of them.")
     options["save_dir"] = None
 
 
 def config_of(options: dict[str, Any]) -> BrokerConfig:
-    """The options of the command line, checked; raises UsageError."""
+    """The validated configuration of these options; raises UsageError."""
     from diloco_broker.config import BrokerConfig
 
     delay = options["fragment_sync_delay"]
-    if delay is not None and delay.isdecimal():  # the configuration refuses other texts than auto
+    if delay is not None and delay.isdecimal():  # BrokerConfig rejects words other than auto
         options["fragment_sync_delay"] = int(delay)
-    with contextlib.suppress(TypeError, ValueError):  # None, or a text, as above
+    with contextlib.suppress(TypeError, ValueError):  # None or other text, as above
         options["max_delta_norm"] = float(options["max_delta_norm"])
     return BrokerConfig(**options)
 
@@ -173,7 +173,7 @@ def _broker(config: BrokerConfig, model: Path | None) -> Broker:
     found = None if config.save_dir is None else read_standby(Path(config.save_dir))
     if found is not None and found.term is None:
         raise UsageError(
-            f"{config.save_dir} is the folder of a standby, which has not taken over: start it with "
+            f"{config.save_dir} is the folder of a standby that has not taken over; start it with "
             "diloco-broker standby, or give this broker another --save-dir."
         )
     term = 0 if found is None else found.term or 0
@@ -189,15 +189,15 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
             f"Resuming {broker.resumed} (in {source}). For a new run: --fresh, which moves this one "
             "aside, or another --save-dir."
         )
-        waiting = "It goes on when its workers are back."
+        waiting = "It continues when its workers reconnect."
         most = broker.config.max_rounds
         if most is not None and most <= broker.rounds:
             waiting = (
-                f"It ends at once: --max-rounds {most} counts from its beginning, and it has made "
-                f"{broker.rounds}. To go on give more than that."
+                f"It ends at once: it has made {broker.rounds} rounds, and --max-rounds {most} counts "
+                "from its beginning. To continue, give a larger number."
             )
         if model:
-            text = "--model %s is not used: the broker resumed %s (--fresh begins a new run)."
+            text = "Ignored --model %s: the broker resumed %s (--fresh starts a new run)."
             logging.getLogger("diloco.broker").warning(text, model, broker.resumed)
     else:
         typer.echo(f"A new run, saved in {folder}." if folder else "A new run, which is not saved.")
@@ -206,14 +206,14 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
     typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}{keys_of(broker)}")
     if broker.config.standby:
         typer.echo(
-            "Workers are let in once the standby is here: diloco-broker standby --of "
-            f"{broker.address}, with the options of this broker."
+            "Workers can join after the standby has connected; start it with the options of this "
+            f"broker: diloco-broker standby --of {broker.address}"
         )
     sys.stdout.flush()
 
 
 def log_to_stderr(verbose: bool) -> None:
-    """What a daemon says stands in its log with the time; standard output is for addresses."""
+    """Log to stderr with the time; standard output is for addresses."""
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)-7s %(message)s",
@@ -223,7 +223,7 @@ def log_to_stderr(verbose: bool) -> None:
 
 
 def prepare(broker: Service) -> None:
-    """Fit this process for serving, and print the addresses."""
+    """Prepare this process for serving, and print the addresses."""
     from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
 
@@ -236,7 +236,7 @@ def prepare(broker: Service) -> None:
 
 
 def end_on_signals(broker: Service) -> None:
-    """Let the first SIGTERM or SIGINT stop the broker in good order, and the second end it at once."""
+    """Make the first SIGTERM or SIGINT stop the broker cleanly, and the second exit at once."""
     seen: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -250,6 +250,6 @@ def end_on_signals(broker: Service) -> None:
 
 
 def keys_of(broker: Service) -> str:
-    """The option that a command to this broker needs."""
+    """The --keys option that a command to this broker needs; empty if it requires no keys."""
     keys = broker.config.keys
     return f" --keys {shlex.quote(keys)}" if keys else ""

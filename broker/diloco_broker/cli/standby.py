@@ -1,4 +1,4 @@
-"""`diloco-broker standby`: follows a hub, and takes over where that is gone."""
+"""`diloco-broker standby`: follows a hub, and takes over when the hub fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diloco_protocol.clients.keys import find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
 
-# What a standby does not choose: it goes on with the hub's checkpoints, and has no standby itself.
+# Options that a standby lacks: it continues from the hub's checkpoints, and has no standby itself.
 NOT_ITS_OWN = ("resume", "fresh", "standby", "lease")
 _DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-standby")}
 
@@ -35,29 +35,29 @@ def standby(
         server_option(
             "--of",
             rich_help_panel=MOST_USED_PANEL,
-            help="Address of the hub: tcp://HOST:8512. It has to be started with --standby. "
+            help="Address of the hub: tcp://HOST:8512. The hub must be started with --standby. "
             f"Default: {SERVER_VARIABLE}.",
         ),
     ] = None,
     hub_keys: Annotated[
         Path | None,
-        typer.Option(help="Key of an operator for the hub, where that asks for keys."),
+        typer.Option(help="File of an operator's key for the hub, if the hub requires keys."),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Say whether the options are good, and follow no hub."),
+        typer.Option("--check", help="Check the options and exit."),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
     **options: Any,
 ) -> None:
-    """Follow a hub, keep its checkpoints, and become the run's broker where it is gone.
+    """Follow a hub, copy its checkpoints, and become the run's broker when the hub fails.
 
-    Give it the options of the hub, and workers both addresses:
-    DILOCO_SERVER=tcp://hub:8512,tcp://standby:8512. It takes over when the hub
-    is heard neither by it nor by most workers, or when it is told to
-    (diloco-broker promote). Started again after that, it has the run.
+    Give it the options of the hub, and give workers both addresses:
+    DILOCO_SERVER=tcp://hub:8512,tcp://standby:8512. It takes over when neither
+    it nor most workers can reach the hub, or on diloco-broker promote. Restarted
+    after a takeover, it continues the run.
 
-    Exit codes as of serve.
+    Exit codes: as for serve.
     """
     log_to_stderr(verbose)
     with failing_in_a_sentence():
@@ -66,10 +66,10 @@ def standby(
         keys = None if hub_keys is None else find_keys(hub_keys, Role.OPERATOR)
         if keys is not None and keys.peer.role is not Role.OPERATOR:
             raise UsageError(
-                f"--hub-keys is the key of {keys.peer}; a standby takes an operator's."
+                f"--hub-keys is the key of {keys.peer}; a standby needs an operator's key."
             )
         if check:
-            typer.echo("The options are good.")
+            typer.echo("The options are valid.")
             raise typer.Exit
         from diloco_broker.standby.daemon import StandbyBroker
 
@@ -77,8 +77,8 @@ def standby(
     prepare(broker)
     what = f"Standby of {broker.hub}."
     if broker.is_hub:
-        what = f"This standby has taken over from {broker.hub}, and has the run."
-    typer.echo(f"{what} Ask it with: diloco-broker status {broker.address}{keys_of(broker)}")
+        what = f"This standby has taken over the run from {broker.hub}."
+    typer.echo(f"{what} Show it with: diloco-broker status {broker.address}{keys_of(broker)}")
     sys.stdout.flush()
     broker.run()
     if broker.run_is_over and not broker.is_complete:

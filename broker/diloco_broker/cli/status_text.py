@@ -1,4 +1,4 @@
-"""A snapshot of the feed as the text of `diloco-broker status`."""
+"""Formats a snapshot of the feed as the text of `diloco-broker status`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from diloco_protocol.monitor.rows import Listed, cells, rows_of
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from diloco_protocol.quantities import NONE
 
-REASONS = 4  # of a degraded run; the table has the rest
-LEAST_WORKERS = 3  # lines of the table, however small the window
-LONGEST = {"id": 24, "host": 16, "via": 16}  # columns
+REASONS = 4  # shown for a degraded run; the table has the others
+LEAST_WORKERS = 3  # minimum lines of the table in a small window
+LONGEST = {"id": 24, "host": 16, "via": 16}  # maximum column widths, characters
 
 
 def as_text(data: Mapping[str, Any], room: int | None = None) -> str:
-    """All of it in lines, in ASCII but for names; `room`: how many lines there may be, at the cost of
-    workers that are well."""
+    """Format a snapshot as lines, in ASCII except for names.
+
+    `room` is the maximum number of lines; healthy workers are omitted first.
+    """
     snapshot = read_snapshot(data)
     verdict = verdict_on(snapshot)
     run, *rows = ((row.label, row.text) for row in rows_of(snapshot, STATUS))
@@ -32,7 +34,7 @@ def as_text(data: Mapping[str, Any], room: int | None = None) -> str:
 
 
 def _reasons(verdict: Verdict) -> Iterator[str]:
-    """Why a run is degraded; of one that only waits or has ended, `state` says it."""
+    """The reasons of a degraded run; for one that waits or has ended, `state` has the reason."""
     if verdict.word == "degraded":
         yield from verdict.reasons[:REASONS]
         if (more := len(verdict.reasons) - REASONS) > 0:
@@ -40,7 +42,7 @@ def _reasons(verdict: Verdict) -> Iterator[str]:
 
 
 def _table(workers: Sequence[Worker], most: int | None) -> list[str]:
-    """A line for each worker; if not all fit, unhealthy ones stay."""
+    """A line for each worker, at most `most` lines; healthy workers are omitted first."""
     shown = workers
     if most is not None and len(shown) > most:
         first = {each.id for each in sorted(shown, key=lambda w: w.health == "ok")[: most - 1]}
@@ -55,7 +57,7 @@ def _table(workers: Sequence[Worker], most: int | None) -> list[str]:
 
 
 def _column(field: Field, rows: Sequence[Mapping[str, Part]]) -> list[str]:
-    """Its title and cells, in one width; words stand at the left, figures at the right."""
+    """Its title and cells in equal width; text is aligned left, numbers right."""
     texts = [_clipped(row[field.path].text, LONGEST.get(field.path)) for row in rows]
     texts.insert(0, field.title.lower())
     width = max(map(len, texts))
@@ -63,7 +65,7 @@ def _column(field: Field, rows: Sequence[Mapping[str, Part]]) -> list[str]:
 
 
 def _clipped(text: str, width: int | None) -> str:
-    """Cut in the middle: names differ at either end."""
+    """Shorten a text in the middle, because names differ at either end."""
     if width is None or len(text) <= width:
         return text
     head = width // 2 - 1

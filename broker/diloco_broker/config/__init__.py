@@ -1,4 +1,4 @@
-"""The configuration of a broker: each option declared once, checked together, handed to workers."""
+"""The configuration of a broker: the declaration of its options, and their validation."""
 
 from diloco_broker.config.broker_config import BrokerConfig
 

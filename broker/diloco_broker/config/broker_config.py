@@ -1,8 +1,8 @@
-"""The options of a broker once they are known to work together, and what workers are told of them.
+"""The validated options of a broker, and the part of them that is sent to workers.
 
-What is true of the run anyway is accepted, so that a sweep needs no special case: a pattern of one
-fragment, a buffer of one gradient, no momentum for sgd. What asks for something that will not happen is
-refused.
+An option without effect is accepted if it describes what happens anyway, so that a sweep needs no
+special cases: a pattern for one fragment, a buffer of one gradient, zero momentum for sgd. An option
+that asks for something that will not happen is rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
 from diloco_protocol.messages import BUFFERS, RunConfig
 
 _ONE_VERSION = "a round's contributions start from one version"
-# Options that rounds have no use for, and why.
+# Options that have no effect in rounds, and why.
 _ONLY_ASYNC = {
     "dylu": "in rounds every worker makes the same H steps",
     "dylu_min_steps": "see --dylu",
@@ -38,7 +38,7 @@ _ONLY_ROUNDS = (
     "late",
 )
 _ONLY_QUORUM = ("grace", "late")
-# What an operator may change while the run goes on, as people call it.
+# Settings that an operator may change during the run, with their names in messages.
 SETTINGS = {
     "outer_lr": "outer learning rate",
     "outer_momentum": "outer momentum",
@@ -58,7 +58,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class BrokerConfig(Options):
-    """Options of a broker, checked; `Options` declares them. UsageError names what cannot work."""
+    """The validated options of a broker; `Options` declares them. Raises UsageError for a conflict."""
 
     def __new__(cls, *_: object, **options: object) -> BrokerConfig:
         check_names("BrokerConfig", "option", options, [each.name for each in fields(cls)])
@@ -78,7 +78,7 @@ class BrokerConfig(Options):
 
     @property
     def run_config(self) -> RunConfig:
-        """The part that workers are told."""
+        """The part that is sent to workers."""
         told = {each.name for each in fields(RunConfig)} & {each.name for each in fields(self)}
         values = {name: getattr(self, name) for name in told}
         values |= {"fragment_sync_delay": self.least_delay, "buffers": BUFFERS}
@@ -86,19 +86,19 @@ class BrokerConfig(Options):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What an operator may change while the run goes on, and what stays as it was through that."""
+        """The settings that an operator may change during the run, and `dn_buffer`, which they keep."""
         return {name: getattr(self, name) for name in (*SETTINGS, "dn_buffer")}
 
     @property
     def security(self) -> str:
-        """Who may connect, in the word of the feed."""
+        """Which peers may connect, as the feed names it: KEYS, LOOPBACK or INSECURE."""
         if self.keys:
             return KEYS
         return LOOPBACK if _stays_here(self.bind) and _stays_here(self.feed) else INSECURE
 
 
 def _check(options: Options) -> None:
-    """Check each value by itself, then all of them together; raises UsageError for the first."""
+    """Check each value, then their combination; raises UsageError for the first problem."""
     for each in fields(options):
         check_alone(each, getattr(options, each.name))
     if options.is_async:
@@ -123,20 +123,20 @@ def _require(options: Options, name: str, holds: bool, what: str) -> None:
 
 def _require_unset(options: Options, name: str, why: str) -> None:
     default = getattr(Options, name)
-    _require(options, name, getattr(options, name) == default, f"left out{why}")
+    _require(options, name, getattr(options, name) == default, f"omitted{why}")
 
 
 def _check_async(options: Options) -> None:
     for name in _ONLY_ROUNDS:
-        _require_unset(options, name, " with --mode async, which applies each submission by itself")
+        _require_unset(options, name, " with --mode async, which applies each push by itself")
 
 
 def _check_sync(options: Options) -> None:
     for name, why in _ONLY_ASYNC.items():
-        _require_unset(options, name, f", or --mode async given: {why}")
+        _require_unset(options, name, f" without --mode async: {why}")
     if options.quorum is None:
         for name in _ONLY_QUORUM:
-            why = ", or --quorum given: without it a round waits for everyone"
+            why = " without --quorum: then a round waits for all workers"
             _require_unset(options, name, why)
 
 
@@ -153,49 +153,51 @@ def _check_rounds(options: Options) -> None:
 
 def _check_aggregate(options: Options) -> None:
     if options.aggregate != "trimmed-mean":
-        _require_unset(options, "trim", ", or --aggregate trimmed-mean given")
+        _require_unset(options, "trim", " without --aggregate trimmed-mean")
     if options.aggregate in ("trimmed-mean", "coordinate-median"):
         why = f" with --aggregate {options.aggregate}, which counts each worker once"
         _require_unset(options, "weight_by", why)
     if options.max_delta_norm is not None:
-        why = " with --max-delta-norm: a worker says itself what its work weighs"
+        why = " with --max-delta-norm, because workers report their own weights"
         _require_unset(options, "weight_by", why)
     if options.max_delta_norm == AUTO:
-        number = f"a number with --workers {options.workers}: auto compares three workers or more"
+        number = f"a number with --workers {options.workers}: auto needs at least three workers"
         _require(options, "max_delta_norm", options.workers >= 3, number)
 
 
 def _check_saving(options: Options) -> None:
     if options.fresh:
         saves, resume = options.save_dir is not None, options.resume
-        _require(options, "fresh", saves, "left out where nothing is saved: no run can be moved")
-        why = f"left out with --resume {resume}, which resumes a run"
+        _require(
+            options, "fresh", saves, "omitted without --save-dir: nothing could be moved aside"
+        )
+        why = f"omitted with --resume {resume}, which resumes a run"
         _require(options, "fresh", resume in (AUTO, "none"), why)
         keys, folder = options.keys, options.save_dir or ""
         inside = keys is not None and PurePath(keys).is_relative_to(folder)
-        away = "left out: --keys is a folder in --save-dir, and would be moved aside with it"
+        away = "omitted, because --keys is a folder in --save-dir and would be moved aside with it"
         _require(options, "fresh", not inside, away)
     if not options.durable:
         return
     saves = options.save_dir is not None
-    _require(options, "durable", saves, "left out where nothing is saved; give --save-dir DIR")
+    _require(options, "durable", saves, "omitted without --save-dir; give --save-dir DIR")
     each_version = "1 with --durable, which saves each version"
     _require(options, "save_every", options.save_every == 1, each_version)
 
 
 def _check_fragments(options: Options) -> None:
     pieces, steps, delay = options.num_fragments, options.sync_every, options.least_delay
-    least = f"at least --num-fragments, which is {pieces}: each fragment has a step of its own"
+    least = f"at least --num-fragments, which is {pieces}: each fragment needs its own step"
     _require(options, "sync_every", steps >= pieces, least)
     if options.fragment_plan is not None:
         file = options.fragment_plan
-        why = f" with --fragment-plan {file}, which says where each parameter goes"
+        why = f" with --fragment-plan {file}, which assigns each parameter to a fragment"
         _require_unset(options, "fragment_pattern", why)
     interval, over = steps // pieces, f"--sync-every {steps} over --num-fragments {pieces}"
     below = f"below {interval}, the steps between two fragments ({over})"
     _require(options, "fragment_sync_delay", delay < interval, below)
     is_fixed = not (options.deterministic and options.has_auto_delay)
-    number = "a number with --deterministic: when a reply comes differs from run to run"
+    number = "a number with --deterministic: the arrival of replies differs between runs"
     _require(options, "fragment_sync_delay", is_fixed, number)
     if options.fragment_merge != "alpha":
         why = f" with --fragment-merge {options.fragment_merge}, which keeps all local steps"
@@ -208,7 +210,7 @@ def _check_fragments(options: Options) -> None:
 
 def _check_dylu(options: Options) -> None:
     if not options.dylu:
-        _require_unset(options, "dylu_min_steps", ", or --dylu given")
+        _require_unset(options, "dylu_min_steps", " without --dylu")
     fit, steps = options.fewest_steps, options.sync_every
     least = f"{fit} ({options.num_fragments} fragments x (delay {options.least_delay} + 1))"
     between = f"from {least} to --sync-every, which is {steps}"
@@ -220,7 +222,7 @@ def _check_outer(options: Options) -> None:
     within = f"in [0, 1/N], and N is {size} (--dn-buffer)"
     _require(options, "dn_c", 0 <= options.dn_c <= 1 / size, within)
     if not options.has_buffer:
-        no_buffer = f"left out, or 1: --outer {outer} has no buffer, each gradient is a step"
+        no_buffer = f"omitted, or 1: --outer {outer} has no buffer, each gradient is a step"
         _require(options, "dn_buffer", options.dn_buffer in (None, 1), no_buffer)
     if outer == "sgd" and options.outer_momentum:
         _require_unset(options, "outer_momentum", ", or 0: --outer sgd has no momentum")
@@ -228,24 +230,24 @@ def _check_outer(options: Options) -> None:
         why = ", or constant: --outer sgd has no momentum"
         _require_unset(options, "outer_momentum_warmup", why)
     if outer != "dn" or options.dn_variant != "paper":
-        why = ": only --outer dn with --dn-variant paper has it"
+        why = ": only --outer dn with --dn-variant paper uses it"
         _require_unset(options, "dn_c", why)
     if outer != "dn":
         _require_unset(options, "dn_variant", f": --outer {outer} is not dn")
 
 
 def _check_reach(options: Options, name: str) -> None:
-    """Refuse an address that others can reach without keys, unless that is what is wanted."""
+    """Reject an address that other machines can reach without keys, unless --insecure allows it."""
     address = getattr(options, name)
     if not (options.insecure or options.keys or _stays_here(address)):
         raise UsageError(
-            f"--{name} {address} can be reached from other machines, and without keys any peer there "
+            f"--{name} {address} can be reached from other machines, and without keys anyone there "
             "could change the model. Give --keys DIR (make them with: diloco-broker keygen DIR), or "
             "--insecure if you trust everyone on that network."
         )
 
 
 def _stays_here(address: str) -> bool:
-    """Whether no other machine reaches what is bound to this address."""
+    """Whether this address is reachable from this machine only."""
     scheme, _, rest = address.partition("://")
     return scheme == "ipc" or is_loopback(rest.rpartition(":")[0])

@@ -1,4 +1,4 @@
-"""Every option of a broker, declared once: the field, the option of `diloco-broker serve`, its help."""
+"""Declares every option of a broker: its field, its option of `diloco-broker serve`, and its help."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
 AUTO = "auto"
 MOST_DELTA_NORM = 1e30
 
-# What no run has use for. Whoever may steer may change some of these while the run goes on, and beyond
-# this the change alone would end the training: parameters overflow, a boundary never comes.
+# Upper limits that no run needs to exceed. An operator may change some of these during the run; a larger
+# value alone could break training (parameters overflow, a boundary is never reached).
 MOST_WORKERS = 10_000
 MOST_TENSOR_THREADS = 64
 MOST_STEPS = 1_000_000  # H
@@ -46,9 +46,9 @@ LONGEST_GRACE_S = 86_400.0  # a day
 SHORTEST_LEASE_S, LONGEST_LEASE_S = 0.5, 3600.0
 LONGEST_S = 30 * 86_400.0
 
-# Chosen by measuring; docs/evidence.md has the figures.
+# Chosen by measurement; broker/SCHEDULES.md has the figures.
 USUAL_WARMUP = "linear:200:0.5"
-USUAL_OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
+USUAL_OUTERS = {"sync": "nesterov", "async": "dn"}  # default by mode
 
 RUN = Panel("The run")
 OUTER = Panel("Outer optimizer")
@@ -62,27 +62,27 @@ NOT_ON_THE_COMMAND_LINE = Panel("")
 
 
 def usual_buffer(mode: str, workers: int) -> int:
-    """N of a broker that was not told: a round's mean is one gradient, an asynchronous push another."""
+    """The default of N: 1 for rounds, whose mean is one gradient; else the number of workers."""
     return workers if mode == "async" else 1
 
 
 @dataclass(frozen=True)
 class Options:
-    """Each field equals the option of `diloco-broker serve` of the same name, which its text explains.
+    """The options of a broker; each field is the option of `diloco-broker serve` with the same name.
 
-    `BrokerConfig` is the same, checked. Times are in seconds.
+    `BrokerConfig` validates them. Times are in seconds.
     """
 
     mode: str = RUN.option(
-        "sync", one_of(*MODES), "sync: rounds, all together; async: each worker by itself."
+        "sync", one_of(*MODES), "Mode: sync (rounds of all workers) or async (each push by itself)."
     )
     workers: int = RUN.option(
         1,
         whole(1, MOST_WORKERS),
-        "Round one waits for this number of workers; in async mode, how many are planned.",
+        "Number of workers that round one waits for; in async mode, the planned number.",
     )
     min_workers: int = RUN.option(
-        1, whole(1, MOST_WORKERS), "A round never closes with fewer contributions."
+        1, whole(1, MOST_WORKERS), "Minimum number of contributions of a round."
     )
     sync_every: int = RUN.option(
         500,
@@ -91,47 +91,46 @@ class Options:
     )
 
     max_workers: int = RUN.option(
-        1000, whole(1, MOST_WORKERS), "Workers that may be here at a time; more are refused."
+        1000, whole(1, MOST_WORKERS), "Maximum number of workers at a time; more are rejected."
     )
     max_parameters: int | None = RUN.option(
         None,
         whole(0),
-        "Refuse a worker whose model has more elements, of all its tensors; 0: any number.",
-        if_none="as many as the machine, or its container, has memory for",
+        "Maximum size of a model, in elements of all its tensors; 0: no limit.",
+        if_none="what fits into the memory of the machine or its container",
     )
 
     tensor_threads: int = RUN.option(
         0,
         whole(0, MOST_TENSOR_THREADS),
-        "Threads that decode, add up and step chunks, to the same bits; 0: one less than there are "
-        "cores, from 1 to 4.",
+        "Number of threads that decode, add and step chunks, with identical results; 0: one less than "
+        "the number of cores, from 1 to 4.",
     )
 
     max_rounds: int | None = RUN.option(
         None,
         whole(1, MOST_ROUNDS),
-        "The run is over after this number of rounds; in async mode, of applied pushes.",
-        if_none="until an operator ends it",
+        "Number of rounds (async: applied pushes) after which the run ends.",
+        if_none="no limit",
     )
     token_budget: int | None = RUN.option(
         None,
         whole(1, MOST),
-        "The run is over once the counted work was computed from this number of tokens, as workers "
-        "report them.",
-        if_none="any number",
+        "Number of tokens of counted work, as reported by workers, after which the run ends.",
+        if_none="no limit",
     )
     max_time: str | None = RUN.option(
         None,
         DURATION,
-        "The run is over with the round in which it has been trained for so long: 90s, 30m, 36h or 7d.",
-        if_none="any time",
+        "Training time after which the run ends with its open round: 90s, 30m, 36h or 7d.",
+        if_none="no limit",
     )
 
     outer: str | None = OUTER.option(
         None,
         one_of("nesterov", "dn", "fedbuff", "sgd"),
-        "nesterov, dn (Delayed Nesterov), fedbuff (a buffer of N gradients, then a Nesterov step) "
-        "or sgd (no momentum).",
+        "Outer optimizer: nesterov, dn (Delayed Nesterov), fedbuff (a buffer of N gradients, then a "
+        "Nesterov step) or sgd (no momentum).",
         if_none="nesterov in sync, dn in async",
     )
     outer_lr: float = OUTER.option(
@@ -141,130 +140,146 @@ class Options:
     outer_lr_schedule: str = OUTER.option(
         CONSTANT,
         schedule("F", "above 0, at most 1", lambda given: 0 < given.final <= 1),
-        "constant; linear:R[:F] or cosine:R[:F]: within R rounds of each fragment it falls to F times "
-        "--outer-lr. F is 0.1 if left out.",
+        "Learning rate schedule: constant, or linear:R[:F] or cosine:R[:F], a decay to F times "
+        "--outer-lr over R rounds of each fragment. F defaults to 0.1.",
     )
     outer_momentum_warmup: str = OUTER.option(
         USUAL_WARMUP,
         schedule("M", "in [0, 1)", lambda given: 0 <= given.start < 1),
-        "constant; linear:R[:M] or cosine:R[:M]: within R rounds of each fragment it rises from M to "
-        "--outer-momentum, where that is larger. M is 0 if left out.",
+        "Momentum warm-up: constant, or linear:R[:M] or cosine:R[:M], a rise from M to "
+        "--outer-momentum, if that is larger, over R rounds of each fragment. M defaults to 0.",
     )
     nesterov: bool = OUTER.option(
-        True, SWITCH, "Nesterov's form of the momentum, as in the paper; else the classical form."
+        True, SWITCH, "Nesterov momentum, as in the paper; otherwise classical momentum."
     )
     dn_buffer: int | None = OUTER.option(
         None,
         whole(1, MOST_WORKERS),
-        "N of dn and fedbuff: gradients to a momentum step.",
-        if_none="the workers in async, 1 in sync",
+        "N of dn and fedbuff: number of gradients per momentum step.",
+        if_none="the number of workers in async, 1 in sync",
     )
     dn_c: float = OUTER.option(0.0, FINITE, "c of Delayed Nesterov, from 0 to 1/N.")
     # paper: Liu et al. 2024, algorithm 3.
     dn_variant: str = OUTER.option(
-        "paper", one_of("paper", "direct"), "paper, or direct, which counts gradients twice."
+        "paper",
+        one_of("paper", "direct"),
+        "Variant of Delayed Nesterov: paper, or direct, which counts gradients twice.",
     )
 
     staleness_weight: str = ASYNC.option(
         "none",
         one_of("none", "poly"),
-        "none, or poly: a push that is s versions old counts (1 + s)^-1/2.",
+        "Weight of a push that is s versions old: none (always 1) or poly, (1 + s)^-1/2.",
     )
     max_staleness: int | None = ASYNC.option(
-        None, whole(0), "Refuse pushes that start from older versions.", if_none="none is too old"
+        None,
+        whole(0),
+        "Maximum age of a push, in versions; older ones are rejected.",
+        if_none="no limit",
     )
     dylu: bool = ASYNC.option(
         False, SWITCH, "Dynamic Local Updates: fewer steps for slower workers."
     )
     dylu_min_steps: int | None = ASYNC.option(
-        None, whole(1), "Least steps of a slow worker.", if_none="as few as fit"
+        None,
+        whole(1),
+        "Minimum number of steps of a slow worker between two pushes.",
+        if_none="the fewest in which all fragments can be sent and merged",
     )
-    staging_slots: int = ASYNC.option(2, whole(1, MOST_WORKERS), "Submissions under way at a time.")
+    staging_slots: int = ASYNC.option(
+        2, whole(1, MOST_WORKERS), "Maximum number of pushes that are uploaded at a time."
+    )
     staging_deadline: float = ASYNC.option(
         30.0,
         above_0_up_to(LONGEST_S, " seconds"),
-        "Seconds without progress after which one loses its slot to others.",
+        "Seconds without progress after which an upload loses its slot to another push.",
     )
 
     num_fragments: int = FRAGMENTS.option(
         1,
-        whole(1, 1000),  # a worker that joins again names a version of each in its header
-        "P: parts that the model travels in, one after the other within H steps.",
+        whole(1, 1000),  # the header of a rejoining worker has a version of each
+        "P: number of fragments of the model, which are synchronized in turn within H steps.",
     )
     fragment_pattern: str = FRAGMENTS.option(
         "strided",
         one_of(*PATTERNS),
-        "strided (layers i, i+P, ...), contiguous or balanced (by bytes).",
+        "Split of the model: strided (layers i, i+P, ...), contiguous or balanced (by bytes).",
     )
     fragment_plan: str | None = FRAGMENTS.option(
         None,
-        path_of("file, and a function goes to Broker(fragment_plan=...)"),
-        "Your own split instead of a pattern: JSON, {name or pattern of names: fragment}. Look at "
-        "it with diloco-broker plan.",
+        path_of("file (pass a function to Broker(fragment_plan=...))"),
+        "File with a custom split instead of a pattern: JSON, {name or pattern of names: fragment}. "
+        "Show it with diloco-broker plan.",
         reads=Path,
     )
     fragment_sync_delay: int | str | None = FRAGMENTS.option(
         None,
         word_or(AUTO, whole(0)),
-        "tau: steps between sending a fragment and merging the reply; or auto: merge it at the "
-        "first step at which it is all there.",
+        "tau: steps between sending a fragment and merging the reply; auto: merge it at the first "
+        "step after it has arrived.",
         if_none="auto with several fragments (0 with --deterministic), else 0",
         reads=str,
     )
     fragment_update_alpha: float = FRAGMENTS.option(
-        0.0, UP_TO_ONE, "Weight of the local parameters in that merge, 0 to 1."
+        0.0, UP_TO_ONE, "Weight of the local parameters when merging a reply, 0 to 1."
     )
     fragment_merge: str = FRAGMENTS.option(
-        "alpha", one_of(*MERGES), "alpha, or rebase: keep the steps made since sending."
+        "alpha",
+        one_of(*MERGES),
+        "Merge of a reply: alpha (weighted mean) or rebase (keeps the local steps since sending).",
     )
     fragment_max_delay: int | None = FRAGMENTS.option(
         None,
         whole(0),
-        "Steps after which a worker waits for a late reply.",
+        "Steps after sending at which a worker pauses to wait for a late reply.",
         if_none="tau; with auto H/P",
     )
 
     quorum: int | None = REDUCING.option(
         None,
         whole(1, MOST_WORKERS),
-        "Close a round --grace seconds after this number of contributions is in.",
-        if_none="all",
+        "Number of contributions after which a round closes, --grace seconds later.",
+        if_none="all workers",
     )
     grace: float = REDUCING.option(
         0.0,
         up_to(LONGEST_GRACE_S, " seconds"),
-        "Seconds to wait for the rest after the quorum; in async mode, for more pushes after the "
-        "first: they are applied together.",
+        "Seconds to wait for more contributions after the quorum; in async mode, after the first push "
+        "for others to apply together with it.",
     )
     late: str = REDUCING.option(
-        "carry", one_of("carry", "drop"), "carry late work into the next round, or drop it."
+        "carry",
+        one_of("carry", "drop"),
+        "Late contributions: carry them into the next round, or drop them.",
     )
     deterministic: bool = REDUCING.option(
-        False, SWITCH, "The same bits in any order of arrival; keeps whole submissions."
+        False,
+        SWITCH,
+        "Bitwise identical results in any order of arrival; keeps complete pushes in memory.",
     )
     relays: bool = REDUCING.option(
-        False, SWITCH, "Workers may connect through diloco-broker relay."
+        False, SWITCH, "Accept workers that connect through diloco-broker relay."
     )
     weight_by: str = REDUCING.option(
-        "equal", one_of(*WEIGHTS), "What a contribution weighs: equal, tokens or samples."
+        "equal", one_of(*WEIGHTS), "Weight of a contribution: equal, tokens or samples."
     )
     aggregate: str = REDUCING.option(
         "mean",
         one_of(*AGGREGATES),
-        "mean; clip-median-norm: none counts longer than the median; trimmed-mean or "
-        "coordinate-median: of each number, without its extremes.",
+        "Aggregate of contributions: mean, clip-median-norm (norms are clipped to the median), "
+        "trimmed-mean or coordinate-median (element by element, without extremes).",
     )
     trim: float = REDUCING.option(
         0.2,
         BELOW_HALF,
-        "Of trimmed-mean: part of the workers left out at each end, rounded up.",
+        "Share of workers that trimmed-mean leaves out at each end, rounded up.",
     )
     max_delta_norm: float | str | None = REDUCING.option(
         None,
         word_or(AUTO, above_0_up_to(MOST_DELTA_NORM)),
-        "Refuse pushes whose Euclidean norm is above this; auto: above 5 times the median of the "
-        "workers'.",
-        if_none="none is too long",
+        "Maximum Euclidean norm of a push; larger ones are rejected. auto: 5 times the median of the "
+        "workers.",
+        if_none="no limit",
         reads=str,
     )
 
@@ -274,40 +289,41 @@ class Options:
     save_every: int = SAVING.option(
         1,
         whole(1, MOST_ROUNDS),
-        "Rounds, or applied pushes in async mode, between two checkpoints.",
+        "Number of rounds (async: applied pushes) between two checkpoints.",
     )
-    keep: int = SAVING.option(3, whole(1), "Checkpoints that are kept.")
+    keep: int = SAVING.option(3, whole(1), "Number of checkpoints to keep.")
     durable: bool = SAVING.option(
-        False, SWITCH, "Save each version before anybody gets it; rounds take longer."
+        False, SWITCH, "Save each version before it is released; rounds take longer."
     )
     resume: str = SAVING.option(
         AUTO,
         path_of("checkpoint, auto or none"),
-        "auto: the newest sound checkpoint in --save-dir; none; or the path of one, or of a folder.",
+        "Checkpoint to resume: auto (the newest intact one in --save-dir), none, or the path of a "
+        "checkpoint or of a folder with checkpoints.",
     )
     fresh: bool = SAVING.option(
         False,
         SWITCH,
-        "Begin a new run at each start: a run found in --save-dir is moved aside first, never deleted; "
-        "the log says where to.",
+        "Start a new run at each start. A run found in --save-dir is moved aside, not deleted; the log "
+        "has its new path.",
     )
     recover: str = SAVING.option(
         "adopt",
         one_of("adopt", "rewind"),
-        "adopt newer versions that workers hold, or rewind to the checkpoint.",
+        "After a restart, adopt newer versions that workers hold, or rewind to the checkpoint.",
     )
     audit: str | None = SAVING.option(
         None,
         path_of("file"),
-        "Append to this file, for each version, a line of JSON: what it contains.",
+        "File to which a line of JSON with the contributions is appended for each version.",
         reads=Path,
     )
 
     tape: str | None = SAVING.option(
         None,
         path_of("file"),
-        "Record what the broker is told and decides, for diloco-broker replay: two files of 64 MB, this "
-        "one and one that is called so with .1.",
+        "File that records the broker's inputs and decisions for diloco-broker replay; at most 64 MB, "
+        "plus as much in an earlier file with the suffix .1.",
         reads=Path,
     )
 
@@ -318,13 +334,13 @@ class Options:
     wire_dtype: str = WIRE.option(
         "bf16",
         one_of(*WIRE_DTYPES),
-        "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16; in few bits int8, int4, int4z; "
-        "top64 is an experiment.",
+        "Dtype of pseudo-gradients (upload): fp32, bf16, fp16; quantized: int8, int4, int4z; "
+        "experimental: top64.",
     )
     reply_dtype: str = WIRE.option(
         "fp32",
         one_of(*REPLY_DTYPES),
-        "Dtype of parameters on the way down: fp32, bf16, fp16; in few bits int8, int4, int4z.",
+        "Dtype of parameters (download): fp32, bf16, fp16; quantized: int8, int4, int4z.",
     )
     heartbeat_timeout: float = WIRE.option(
         120.0,
@@ -334,49 +350,51 @@ class Options:
     stall_timeout: float = WIRE.option(
         600.0,
         up_to(LONGEST_S, " seconds"),
-        "Seconds without a step after which the others do not wait for a worker; 0: never.",
+        "Seconds without a step after which rounds stop waiting for a worker; 0: never.",
     )
     disconnect_grace: float = WIRE.option(
         1.0,
         up_to(LONGEST_S, " seconds"),
-        "Seconds a worker has to come back after its connection broke.",
+        "Seconds for a worker to reconnect after its connection broke.",
     )
     recover_wait: float = WIRE.option(
         10.0,
         up_to(LONGEST_S, " seconds"),
-        "Seconds to wait after the start for workers that may hold the run, or newer rounds of it.",
+        "Seconds to wait after the start for workers that may hold the run, or newer versions of it.",
     )
     standby: bool = STANDBY.option(
         False,
         SWITCH,
-        "This hub has a standby (diloco-broker standby), and releases a version only while it holds a "
-        "lease: of its standby, or of a majority of its workers.",
+        "Run with a standby (diloco-broker standby): versions are released only under a lease from the "
+        "standby, or from a majority of the workers.",
     )
     lease: float = STANDBY.option(
         3.0,
         within(SHORTEST_LEASE_S, LONGEST_LEASE_S, " seconds"),
-        "Seconds that the lease lasts; a standby takes over no sooner.",
+        "Duration of a lease, seconds; a standby takes over no sooner.",
     )
     keys: str | None = WIRE.option(
         None,
         path_of("folder"),
-        "Folder of keys that diloco-broker keygen made: only who has one of them may connect.",
+        "Folder of keys made by diloco-broker keygen; only peers with such a key may connect.",
         reads=Path,
     )
     ipc: bool = WIRE.option(
-        True, SWITCH, "Workers of this machine and user send chunks through a Unix socket."
+        True, SWITCH, "Unix socket for the chunks of workers on this machine with the same user."
     )
     insecure: bool = WIRE.option(
-        False, SWITCH, "Allow an address other machines reach, without keys: any peer may steer."
+        False,
+        SWITCH,
+        "Allow addresses that other machines can reach without keys: anyone there may operate the run.",
     )
-    # Smaller chunks are slower, larger ones are refused by the limits of frames.
+    # Elements. Smaller chunks are slower; larger ones exceed the limits of frames.
     chunk_elements: int = NOT_ON_THE_COMMAND_LINE.option(
         CHUNK_ELEMENTS, whole(1, CHUNK_ELEMENTS), "Elements of a chunk on the wire."
     )
 
     @property
     def has_new_address(self) -> bool:
-        """The system picks a port (`*` or 0): no worker can have known this address before."""
+        """Whether the system picks a port (`*` or 0), so that no worker knows the address in advance."""
         return self.bind.rpartition(":")[2] in ("*", "0")
 
     @property
@@ -385,7 +403,7 @@ class Options:
 
     @property
     def max_seconds(self) -> float | None:
-        """`max_time` as a number."""
+        """`max_time` in seconds."""
         return None if self.max_time is None else parse_duration(self.max_time)
 
     @property
@@ -394,7 +412,7 @@ class Options:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether the outer optimizer of that name collects gradients."""
+        """Whether the outer optimizer buffers gradients."""
         return self.outer_name in ("dn", "fedbuff")
 
     @property
@@ -404,24 +422,24 @@ class Options:
 
     @property
     def outer_schedule(self) -> OuterSchedule:
-        """Learning rate and momentum over rounds; asynchronously N pushes are a round's worth."""
+        """The schedules of learning rate and momentum; in async mode N pushes count as a round."""
         lr, warmup = map(Schedule.parse, (self.outer_lr_schedule, self.outer_momentum_warmup))
         return OuterSchedule(lr, warmup, self.dn_size if self.is_async else 1)
 
     @property
     def has_auto_delay(self) -> bool:
-        """Whether replies are merged when they are here, instead of a number of steps after the slot."""
+        """Whether replies are merged on arrival instead of a fixed number of steps after sending."""
         return self.fragment_sync_delay == AUTO
 
     @property
     def least_delay(self) -> int:
-        """Steps after which a reply is merged, not earlier: tau, or 0 with "auto"."""
+        """Fewest steps after which a reply is merged: tau, or 0 with "auto"."""
         delay = self.fragment_sync_delay
         return delay if isinstance(delay, int) else 0
 
     @property
     def longest_delay(self) -> int:
-        """Steps after which a worker waits for a reply."""
+        """Steps after sending at which a worker pauses to wait for a reply."""
         if self.fragment_max_delay is not None:
             return self.fragment_max_delay
         if self.has_auto_delay:
@@ -435,5 +453,5 @@ class Options:
 
     @property
     def fewest_steps(self) -> int:
-        """The least H in which every fragment can be sent and merged: P (tau + 1), tau 0 with "auto"."""
+        """Smallest H in which all fragments can be sent and merged: P (tau + 1), tau 0 with "auto"."""
         return self.num_fragments * (self.least_delay + 1)

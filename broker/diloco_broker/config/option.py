@@ -1,4 +1,4 @@
-"""What an option is: a field's default, the rule for its value, and how `--help` shows it."""
+"""The definition of an option: default, validation rule, and help text."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.quantities import parse_duration
 
 _KEY = "option"
-LONGEST_WORD = 16  # characters; a longer list of choices is in the text of the option
+LONGEST_WORD = 16  # characters of a placeholder; a longer list of choices is in the help text
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, whatever the other options are."""
+    """The requirement on a value, independent of other options."""
 
     what: str  # the end of the sentence "--name is VALUE; it must be ..."
     holds: Callable[[Any], bool]
-    show: Callable[[Any], str] = str  # how the sentence writes a value
-    word: str = "X"  # what `--help` shows in place of a value
+    show: Callable[[Any], str] = str  # formats a value in that sentence
+    word: str = "X"  # placeholder of the value in `--help`
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option besides its name, its type and its default."""
+    """The metadata of an option besides its name, type and default."""
 
     rule: Rule
-    panel: str  # heading that `--help` shows it under; empty: it is not on the command line
+    panel: str  # its heading in `--help`; empty: not on the command line
     help: str  # one or two sentences
-    if_none: str = ""  # what happens where it is not given, for an option whose default is None
-    reads: type | None = None  # type that the command line reads, where it is not the field's
+    if_none: str = ""  # the effective default of an option whose default is None
+    reads: type | None = None  # type on the command line; None: the type of the field
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Options that `--help` shows together."""
+    """A group of options in `--help`."""
 
     title: str
 
     def option(
         self, default: Any, rule: Rule, text: str, *, if_none: str = "", reads: type | None = None
     ) -> Any:
-        """A field of a dataclass that is an option; see `Option`. None is taken if it is the default."""
+        """Declare a dataclass field as an option; see `Option`. None is valid only as the default."""
         option = Option(rule, self.title, text, if_none, reads)
         return field(default=default, metadata={_KEY: option})
 
 
 def option_of(declared: Field[Any]) -> Option:
-    """What a field was declared with."""
+    """The metadata of a declared field."""
     option = declared.metadata[_KEY]
     assert isinstance(option, Option)
     return option
 
 
 def check_alone(declared: Field[Any], value: object) -> None:
-    """Check a value without regard to the others; raises UsageError where it breaks its rule."""
+    """Check a value by its own rule; raises UsageError if it breaks the rule."""
     rule = option_of(declared).rule
     if not (value is None and declared.default is None) and not rule.holds(value):
         raise refusal(declared.name, rule.show(value), rule.what)
 
 
 def refusal(name: str, value: object, what: str) -> UsageError:
-    """The error for a value that cannot work, in the words of the command line."""
+    """The error for an invalid value, with the option as on the command line."""
     return UsageError(f"--{name.replace('_', '-')} is {value}; it must be {what}.")
 
 
@@ -80,7 +80,7 @@ def one_of(*choices: str) -> Rule:
 
 
 def whole(least: int, most: float = math.inf) -> Rule:
-    """A whole number between these, both included."""
+    """An integer in [least, most]."""
     limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
 
     def holds(value: Any) -> bool:
@@ -90,7 +90,7 @@ def whole(least: int, most: float = math.inf) -> Rule:
 
 
 def word_or(word: str, rule: Rule) -> Rule:
-    """One word, or what another rule takes."""
+    """One word, or a value that another rule accepts."""
     holds = rule.holds
     return Rule(
         f"{word}, or {rule.what}",
@@ -108,17 +108,17 @@ def _number(what: str, fits: Callable[[float], bool], unit: str = "") -> Rule:
 
 
 def up_to(most: float, unit: str = "") -> Rule:
-    """A number from 0 to this one, both included."""
+    """A number in [0, most]."""
     return _number(f"from 0 to {most:.12g}{unit}", lambda value: 0 <= value <= most, unit)
 
 
 def above_0_up_to(most: float, unit: str = "") -> Rule:
-    """A number above 0 and not above this one."""
+    """A number in (0, most]."""
     return _number(f"above 0, at most {most:.12g}{unit}", lambda value: 0 < value <= most, unit)
 
 
 def within(least: float, most: float, unit: str = "") -> Rule:
-    """A number between these, both included."""
+    """A number in [least, most]."""
     what = f"from {least:.12g} to {most:.12g}{unit}"
     return _number(what, lambda value: least <= value <= most, unit)
 
@@ -131,7 +131,7 @@ SWITCH = Rule("True or False", lambda value: isinstance(value, bool), repr)
 
 
 def schedule(value: str, bounds: str, fits: Callable[[Schedule], bool]) -> Rule:
-    """A schedule over rounds in its text; its third number is called `value`."""
+    """The text of a schedule over rounds; `value` is the name of its third number."""
 
     def holds(text: Any) -> bool:
         try:
@@ -151,12 +151,12 @@ def _is_duration(text: Any) -> bool:
 
 
 DURATION = Rule(
-    "a span of time like 90s, 30m, 36h or 7d", _is_duration, lambda text: f"{text!s:.60}", "TIME"
+    "a duration like 90s, 30m, 36h or 7d", _is_duration, lambda text: f"{text!s:.60}", "TIME"
 )
 
 
 def path_of(what: str) -> Rule:
-    """The path of something, as text."""
+    """A nonempty path; `what` names the kind of file."""
     return Rule(
         f"the path of a {what}", lambda value: isinstance(value, str) and value != "", repr, "PATH"
     )
@@ -165,7 +165,7 @@ def path_of(what: str) -> Rule:
 def _is_address(address: str) -> bool:
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme == "ipc":  # within one machine, and no port of it
+    if scheme == "ipc":  # a path without a port
         return rest != ""
     if scheme != "tcp" or not host or "/" in rest or not (port == "*" or port.isdecimal()):
         return False

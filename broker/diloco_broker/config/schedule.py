@@ -1,7 +1,6 @@
-"""How the outer optimizer's learning rate and momentum go over the rounds of a run: the formulas.
+"""Schedules of the outer optimizer's learning rate and momentum over the rounds of a run.
 
-t is the rounds that a fragment has had, p = min(1, t / R) the completed part of its schedule of R
-rounds, and
+t is the number of rounds of a fragment, p = min(1, t / R) the progress of its schedule of R rounds, and
 
     s = 0                       constant
         p                       linear
@@ -10,7 +9,7 @@ rounds, and
     lr        eta (1 + s (F - 1))                  falls from eta to F eta, and stays there
     momentum  M + s (mu - M), if M < mu, else mu   rises from M to mu, and stays there
 
-M is a momentum, not a part of mu: a run that asks for no more than M has what it asks for at once.
+M is a momentum, not a factor of mu: a run with mu <= M uses mu from the start.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from dataclasses import dataclass
 
 CONSTANT = "constant"
 MOST_ROUNDS = 1_000_000
-USUAL_FINAL = 0.1  # F, where none is given
-USUAL_START = 0.0  # M, where none is given
+USUAL_FINAL = 0.1  # default of F
+USUAL_START = 0.0  # default of M
 
 _TEXT = re.compile(r"(linear|cosine):([0-9]{1,7})(?::([0-9]{1,3}(?:\.[0-9]{1,9})?|\.[0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A shape, R, and the third number of the text: F or M; None where none is given."""
+    """A shape, R, and the third number of the text: F or M; None for its default."""
 
     shape: str = CONSTANT
     rounds: int = 1
@@ -45,7 +44,7 @@ class Schedule:
             raise ValueError(f"{text!r:.60} is not a schedule")
         shape, rounds, value = found.groups()
         if not 1 <= int(rounds) <= MOST_ROUNDS:
-            raise ValueError(f"{rounds} rounds, which is not from 1 to {MOST_ROUNDS}")
+            raise ValueError(f"rounds must be from 1 to {MOST_ROUNDS}, got {rounds}")
         return cls(shape, int(rounds), None if value is None else float(value))
 
     @property
@@ -54,12 +53,12 @@ class Schedule:
 
     @property
     def final(self) -> float:
-        """F of a learning rate."""
+        """F of a learning rate schedule."""
         return USUAL_FINAL if self.value is None else self.value
 
     @property
     def start(self) -> float:
-        """M of a warm-up."""
+        """M of a momentum warm-up."""
         return USUAL_START if self.value is None else self.value
 
     def done(self, rounds: float) -> float:
@@ -75,8 +74,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OuterSchedule:
-    """Both schedules of a run. `size` is how many gradients of a fragment make a round of it: 1, and
-    in asynchronous mode, where each push is a gradient, N."""
+    """Both schedules of a run.
+
+    `size` is the number of gradients that count as a round of a fragment: 1, or N in asynchronous mode,
+    where each push is a gradient.
+    """
 
     lr: Schedule = Schedule()
     warmup: Schedule = Schedule()
@@ -87,7 +89,7 @@ class OuterSchedule:
         return 1 + self.lr.done(gradients / self.size) * (self.lr.final - 1)
 
     def momentum(self, momentum: float, gradients: int) -> float:
-        """What a momentum is by then."""
+        """The scheduled value of a momentum after this number of gradients of a fragment."""
         start = self.warmup.start
         if self.warmup.is_constant or start >= momentum:
             return momentum

@@ -1,4 +1,4 @@
-"""A relay in a process: its sockets, in one thread.
+"""The process of a relay: its sockets, served by one thread.
 
 Relay(RelayConfig(bind=...), "tcp://hub:8512").run()
 """
@@ -50,33 +50,29 @@ from diloco_worker.transport.connections import NOW, Connections
 logger = logging.getLogger("diloco.relay")
 
 TICK_S = 0.1
-# Seconds of a turn for messages of unauthenticated peers that wait, and between two such turns.
-CATCH_UP_S = 0.0005
-# Seconds that the longest join takes at the hub.
-JOIN_AT_HUB_S = 0.005
-# Messages taken in a turn: of the site, and of each connection to the hub.
+# Messages received in one turn: from the site, and from each connection to the hub.
 MESSAGES_A_TURN = 256
-# Between two attempts to reach the hub, at the next of its addresses.
+# Seconds between attempts to connect to the hub, each at its next address.
 AGAIN_S = 3.0
 LEAVE_LINGER_MS = 1000
 
 
 class RelayBroker(Service):
-    """A relay: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
+    """A relay: `run()` it in this thread, or `start()` and `stop()` it in a background thread.
 
-    The sockets are bound when it is made, so `address` and `feed_address` are known at once. The feed is
-    the hub's, passed on.
+    The constructor binds the sockets, so `address` and `feed_address` are known at once. The relay
+    forwards the hub's feed.
 
     Args:
         config: `bind`, `feed`, `keys`, `insecure` and `max_workers` are the relay's own.
-        parent: the address of the hub, or of a relay; several with commas in between are tried in turn.
-            Or a function that returns it.
-        name: by which displays know it; default: host name and port.
-        parent_wire_dtype: what parameters in its means travel in; default: as in the run.
-        keys: those that the hub asks for, of a worker; the relay has its name.
+        parent: the address of the hub or of another relay, or a function that returns it; several
+            addresses, separated by commas, are tried in turn.
+        name: the name of the relay in displays; default: host name and port.
+        parent_wire_dtype: wire dtype of the means that it sends upstream; default: that of the run.
+        keys: the keys of a worker, if the hub requires keys; the relay uses the worker's name.
 
     Raises:
-        UsageError: an address that cannot be bound, or a name that is none.
+        UsageError: an address cannot be bound, or the name is invalid.
     """
 
     thread_name = "diloco-relay"
@@ -116,7 +112,7 @@ class RelayBroker(Service):
         self._core = core.Relay(self.name, draw, TensorSums(), parent_wire_dtype)
         self._intake = Intake(self._core.is_member, self._take, self._end_stranger, JOIN_AT_HUB_S)
 
-    # Life.
+    # Start and stop.
 
     def run(self) -> None:
         threads = torch.get_num_threads()
@@ -148,7 +144,7 @@ class RelayBroker(Service):
 
     @property
     def is_connected(self) -> bool:
-        """Has the hub let it in?"""
+        """Whether the hub has admitted the relay."""
         return self._core.terms is not None
 
     def _tick(self, now: float) -> None:
@@ -180,7 +176,7 @@ class RelayBroker(Service):
         self._do(self._core.closed(route))
 
     def _take(self, incoming: Incoming) -> None:
-        """One message. Whatever is wrong with it costs its sender an error."""
+        """Handle one message. A failure returns an error to its sender."""
         route, peer = incoming.route, incoming.peer
         if not self.sockets.lets_in(peer):
             return
@@ -188,7 +184,7 @@ class RelayBroker(Service):
             via, frames = unwrap(incoming.frames)
             message, payload = _read(frames, self._intake.longest_header(route, frames), via)
             if via is not None and peer is not None:
-                # The relay behind this one vouches for its workers.
+                # The downstream relay vouches for its workers.
                 peer = Peer(Role.WORKER, via.peer or peer.name)
             permissions.check(peer, message)
             name = peer.name if peer is not None else None
@@ -196,8 +192,8 @@ class RelayBroker(Service):
         except ProtocolError as error:
             self.sockets.send(route, pack(Error(error.code, str(error))))
         except Exception:
-            logger.exception("A message could not be handled; its sender is told.")
-            text = "The relay could not handle this message; its log has more."
+            logger.exception("Failed to handle a message; its sender was notified.")
+            text = "The relay failed to handle this message; see its log."
             self.sockets.send(route, pack(Error(Code.BAD_HEADER, text)))
 
     # The hub.
@@ -208,7 +204,7 @@ class RelayBroker(Service):
         self._place += 1
         self._where.look(now)
         if self._where.address is None:
-            return  # its file, or function, says none yet
+            return  # its file or function has no address yet
         self._connections = Connections(
             self._context, self._where.address, self._keys, unsent=ANSWERS_KEPT_FOR_RELAYS
         )
@@ -255,11 +251,11 @@ class RelayBroker(Service):
             if before is None and self._core.terms is not None:
                 self._follow_feed(self._core.terms.feed)
         except Exception:
-            logger.exception("A message of the hub could not be handled; the relay connects anew.")
+            logger.exception("Failed to handle a message from the hub; reconnecting.")
             self._start_over("a message that could not be handled", "")
 
     def _follow(self, connections: Connections) -> None:
-        """What the monitors have seen."""
+        """Handle connects and disconnects that the socket monitors report."""
         changes = connections.changes()
         if changes.connected:
             self._do(self._core.connected(time.monotonic()))
@@ -269,7 +265,7 @@ class RelayBroker(Service):
             self._start_over(changes.refused, changes.refused)
         elif changes.unreached and not changes.connected:
             where = self._where.names(str(self._where.address))
-            self._start_over("", f"No broker answers at {where}; trying again.")
+            self._start_over("", f"No broker answers at {where}; retrying.")
 
     def _start_over(self, why: str, trouble: str) -> None:
         if trouble and trouble != self._said:
@@ -280,7 +276,7 @@ class RelayBroker(Service):
         self._do(self._core.disconnected(why))
 
     def _follow_feed(self, address: str | None) -> None:
-        """Pass the hub's feed on, where it can be reached from here."""
+        """Subscribe to the hub's feed, if its address is known."""
         self._said = ""
         if address is None:
             return
@@ -323,7 +319,7 @@ class RelayBroker(Service):
     def _send_up(self, frames: list[Any], *, bulk: bool) -> None:
         if self._connections is None or self._connections.send(frames, bulk=bulk):
             return
-        self._start_over("it takes no more data", "The connection to the hub takes no more data.")
+        self._start_over("its send queue is full", "The send queue to the hub is full.")
 
 
 def _read(frames: Sequence[Any], longest: int, via: Via | None) -> tuple[Message, Any]:
@@ -337,10 +333,10 @@ def _frames(message: Message, payload: Any, via: Via | None) -> list[Any]:
 
 
 def check(hub: Given, name: str, wire_dtype: str | None = None) -> Given:
-    """The address of the hub, with its scheme; raises UsageError."""
+    """Validate the options, and return the hub's address with its scheme; raises UsageError."""
     if not is_worker_id(name):
         raise UsageError(
-            f"The name is {name!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable characters."
+            f"The name must be 1 to {LONGEST_WORKER_ID} printable characters, got {name!r:.80}."
         )
     if wire_dtype is not None:
         check_wire_dtype(wire_dtype)
@@ -348,7 +344,7 @@ def check(hub: Given, name: str, wire_dtype: str | None = None) -> Given:
 
 
 def default_name(config: BrokerConfig) -> str:
-    """The host's name and the port; where the system picks the port a random ending."""
+    """Host name and port; a random suffix if the system picks the port."""
     port = config.bind.rpartition(":")[2]
     ending = port if port.isdecimal() and port != "0" else secrets.token_hex(3)
     return f"relay-{socket.gethostname()[:40]}-{ending}"

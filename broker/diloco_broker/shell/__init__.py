@@ -1,1 +1,1 @@
-"""The one thread of the broker: sockets, clock, and carrying out what the core asks for."""
+"""The broker's main thread: sockets, clock, and execution of the core's effects."""

@@ -1,8 +1,8 @@
-"""Who may connect: answers to ZeroMQ's questions about keys, in the one thread of the loop.
+"""Authentication of connections by public key, in the thread of the loop.
 
-Before a connection is made ZeroMQ asks, on a socket inside the process (ZAP, RFC 27), whether it wants
-the key that the other side has proved to own (CURVE, RFC 26). Until it is answered nothing of that
-connection reaches the ROUTER or the PUB socket.
+During each handshake ZeroMQ asks, on a socket inside the process (ZAP, RFC 27), whether to accept the
+key that the peer has proved to own (CURVE, RFC 26). Until we answer, no message of that connection
+reaches the ROUTER or the PUB socket.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from diloco_protocol.roles import Peer, Role
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
-# Which of our sockets is meant; ZeroMQ asks about none that has no domain.
+# The ZAP domain of our sockets; ZeroMQ sends no request for a socket without one.
 DOMAIN = b"diloco"
-# Questions answered in one turn of the loop: a flood of connections must not hold it.
+# Requests answered in one turn of the loop, so that a flood of connections does not block it.
 ANSWERS_A_TURN = 32
 LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What has become of the keys since the last look.
+    """Changes of the key folder since the last poll.
 
     Attributes:
-        revoked: whom the broker lets in no longer, or under another key.
-        complaints: a sentence for each new file that is not a key.
+        revoked: peers whose key was removed or replaced.
+        complaints: a sentence for each newly found file that is not a valid key.
     """
 
     revoked: frozenset[Peer]
@@ -40,16 +40,16 @@ class Changes:
 
 
 class Doorkeeper:
-    """See the head of this module. To be made before the sockets that it guards are bound.
+    """Answers ZAP requests from a key folder. Create it before the sockets that it guards are bound.
 
     Attributes:
-        socket: to be polled; `answer` when it has something.
+        socket: poll it, and call `answer` when it is readable.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: KeyFolder) -> None:
         self._keys = keys
-        # Who waited for the broker asks before its first turn, and takes a refusal for final. What is no
-        # key is told by the first look.
+        # Read now: workers that are waiting connect before the first turn, and treat a rejection as
+        # final. The first poll reports files that are not keys.
         try:
             self._guests = Guests(keys.guests().by_key)
         except OSError as error:
@@ -57,21 +57,21 @@ class Doorkeeper:
         self._peers = frozenset(self._guests.by_key.values())
         self._ids = _ids(self._guests)
         self._seen: object = None
-        self._trouble: str | None = None  # why the folder could not be read at the last look
+        self._trouble: str | None = None  # why the folder could not be read at the last poll
         self._looks_at = 0.0
         self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ADDRESS)
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Let this socket, before it is bound, speak to those only who are let in."""
+        """Require an allowed key on this socket. Call it before the socket is bound."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
 
     def answer(self) -> None:
-        """Answer the questions that are there."""
+        """Answer pending ZAP requests."""
         for _ in range(ANSWERS_A_TURN):
             try:
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -87,23 +87,23 @@ class Doorkeeper:
                 self.socket.send_multipart([version, request, b"200", b"", user_id(peer, key), b""])
 
     def knows_key_of(self, frame: zmq.Frame) -> bool:
-        """Is the key that this message came under let in, as of the last look?"""
+        """Whether the key of this message's connection is allowed, as of the last poll."""
         return str(frame.get("User-Id")).encode() in self._ids
 
     def lets_in(self, peer: Peer) -> bool:
-        """Has this one a key, as of the last look?"""
+        """Whether this peer has an allowed key, as of the last poll."""
         return peer in self._peers
 
     def look(self, now: float) -> Changes | None:
-        """See, once a second, whether keys were added or removed. None where all is as it was."""
+        """Check, once a second, for added and removed keys. Returns None if nothing changed."""
         if now < self._looks_at:
             return None
         self._looks_at = now + LOOK_EVERY_S
         try:
             seen = self._keys.fingerprint()
             guests = self._guests if seen == self._seen else self._keys.guests()
-        except OSError as error:  # it passes: too many files are open, or a disk has an error
-            text = f"The keys cannot be read now, so peers that were let in stay: {error}."
+        except OSError as error:  # temporary: too many open files, or a disk error
+            text = f"Cannot read the keys: {error}. The previous keys stay valid; retrying."
             is_new, self._trouble = text != self._trouble, text
             return Changes(frozenset(), (text,)) if is_new else None
         self._trouble = None
@@ -119,7 +119,7 @@ class Doorkeeper:
 
 
 def user_id(peer: Peer, key: bytes) -> bytes:
-    """What ZeroMQ then says of each message of this peer; a replaced key has another beginning."""
+    """The User-Id that ZeroMQ attaches to each message; it changes when the peer's key is replaced."""
     return f"{peer.role.value}/{peer.name}/".encode() + key[:16]
 
 
@@ -128,6 +128,6 @@ def _ids(guests: Guests) -> frozenset[bytes]:
 
 
 def peer_of(frame: zmq.Frame) -> Peer:
-    """Whose key this message came under."""
+    """The owner of the key under which this message was sent."""
     role, name, _ = str(frame.get("User-Id")).split("/", 2)
     return Peer(Role(role), name)

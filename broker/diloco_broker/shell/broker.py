@@ -1,4 +1,4 @@
-"""The public face of the broker: made from a configuration, started and stopped, in a thread or not."""
+"""The public broker class: built from a configuration; runs in the caller's or a background thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.errors import UsageError, check_names
 from diloco_protocol.fragments import Choose
 
-ITS_PROGRAM = "its program has ended it"  # why it was asked to stop, if the caller gives no reason
+ITS_PROGRAM = "its program has ended it"  # default reason of a stop
 
 S = TypeVar("S", bound="Service")
 
 
 class Service(ABC):
-    """What is run in the caller's thread, or in one of its own between `start` and `stop`."""
+    """A service that runs in the caller's thread, or in its own between `start` and `stop`."""
 
     config: BrokerConfig
     address: str
@@ -43,17 +43,19 @@ class Service(ABC):
 
     @abstractmethod
     def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:
-        """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler.
+        """Ask `run()` to shut down cleanly; returns at once, and is safe in a signal handler.
+
+        Only the first call has an effect.
 
         Args:
             reason: for the log and the workers, as the end of a sentence.
-            restarting: a broker will be back here, so workers train on and come back to it. False: the
-                run is over, which the workers' scripts see in `should_stop`. The first call counts.
+            restarting: the broker will be restarted, so workers continue training and reconnect. False:
+                the run is over, and the workers' scripts see `should_stop`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close sockets and files. `run()` does it; needed only for one that never ran."""
+        """Close sockets and files. `run()` calls it; only a service that never ran needs the call."""
 
     def start(self: S) -> S:
         """Serve in a background thread; returns the service itself."""
@@ -68,7 +70,7 @@ class Service(ABC):
             self._failure = error
 
     def stop(self, *, restarting: bool = False) -> None:
-        """End in an orderly way: finish a closing round, notify the workers, close the sockets.
+        """Shut down cleanly: finish a closing round, notify the workers, close the sockets.
 
         Waits for the thread of `start()`. May be called more than once.
 
@@ -76,7 +78,7 @@ class Service(ABC):
             restarting: as in `request_stop`.
 
         Raises:
-            Exception: what that thread has ended with, once, if it was an error.
+            Exception: the error that ended that thread, if any; raised once.
         """
         self.request_stop(restarting=restarting)
         if self._thread is not None:
@@ -95,28 +97,28 @@ class Service(ABC):
 
 
 class Broker(Service):
-    """A DiLoCo broker: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
+    """A DiLoCo broker: `run()` it in this thread, or `start()` and `stop()` it in a background thread.
 
-    The sockets are bound when it is made, so `address` and `feed_address` are known at once.
+    The constructor binds the sockets, so `address` and `feed_address` are known at once.
 
     Args:
-        config: its options.
-        initial: a state dict to begin with; without one the first worker provides the parameters.
+        config: the options of the broker.
+        initial: a state dict with the initial parameters; default: the first worker uploads them.
         outer_optimizer_factory: makes the outer optimizer of a fragment, any of `torch.optim`, from
             its parameters (`FragmentParameters`). It is called once for each fragment. Such an
             optimizer steps whole tensors, so a turn of the loop takes as long as its step.
         fragment_plan: splits the model instead of a pattern: returns the fragment, 0 to
             `num_fragments` - 1, of each trainable parameter by its name and shape. It is called when
             the model is known. For a split from a file see `BrokerConfig.fragment_plan`.
-        term: of a standby that has taken over: how often the run's hub was replaced.
+        term: number of earlier takeovers, for a standby that has taken over.
 
     Raises:
-        UsageError: when an address cannot be bound, `initial` is not a state dict, the options leave no
-            place for an optimizer or a split of one's own, or the run in `save_dir` is split otherwise.
+        UsageError: an address cannot be bound, `initial` is not a state dict, the options conflict with
+            a custom optimizer or split, or the run in `save_dir` has another split.
     """
 
     def __new__(cls, *_: object, **keywords: object) -> Broker:
-        if cls is Broker:  # a subclass may have keywords of its own
+        if cls is Broker:  # a subclass may have additional keywords
             known = signature(Broker.__init__).parameters
             options = {each.name for each in fields(BrokerConfig)} - known.keys()
             if moved := sorted(options & keywords.keys()):
@@ -144,7 +146,7 @@ class Broker(Service):
 
     def run(self) -> None:
         threads = torch.get_num_threads()
-        # With more threads a chunk's addition spends its time waking them: 7 times slower.
+        # With more threads adding a chunk is 7 times slower: most of the time goes to waking them.
         torch.set_num_threads(1)
         try:
             self._loop.run()
@@ -154,7 +156,7 @@ class Broker(Service):
 
     @property
     def resumes(self) -> bool:
-        """Has the broker resumed a run from a checkpoint?"""
+        """Whether the broker resumed a run from a checkpoint."""
         return self.resumed != ""
 
     @property
@@ -164,17 +166,17 @@ class Broker(Service):
 
     @property
     def rounds(self) -> int:
-        """Rounds that the run has made, before this start as well; in async mode applied pushes."""
+        """Rounds of the run, including those before a restart; in async mode applied pushes."""
         return self._loop.core.state.totals.rounds
 
     @property
     def run_is_over(self) -> bool:
-        """Was the broker asked to end for good, and not to come back?"""
+        """Whether the broker was asked to stop without a restart."""
         return self._loop.run_is_over
 
     @property
     def is_complete(self) -> bool:
-        """Has the run come to the end that `max_rounds`, `token_budget` or `max_time` set?"""
+        """Whether the run has reached `max_rounds`, `token_budget` or `max_time`."""
         return self._loop.is_complete
 
     def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:

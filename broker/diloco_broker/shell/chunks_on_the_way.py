@@ -1,8 +1,8 @@
-"""Chunks of parameters that were handed to ZeroMQ and that the other side has not read.
+"""Accounting of chunks of parameters that are in flight: given to ZeroMQ, not yet read by the peer.
 
-A chunk lies in memory once, for all who are sent it, and the newest versions lie there anyway. What
-costs is a chunk of an older version: it stays in memory until all its readers have read it. Thirty
-readers that read next to nothing would keep thirty versions.
+All receivers share one copy of a chunk, and the newest versions stay in memory anyway. Only a chunk of
+an older version has a cost: it stays until its last receiver has read it. Thirty slow readers could
+keep thirty versions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
 from diloco_protocol.messages import Chunk, Message
 
-# Of versions that the broker itself has let go of, bytes: what one reader of ours has credit for.
+# Bytes of released versions that readers without a membership may keep alive: the credit of one reader.
 STRANGERS_MAY_KEEP = 32 << 20
 
 
 class Piece(NamedTuple):
-    """What lies in memory: chunk `number` of a fragment, in its version `counter`.
+    """A buffer in memory: chunk `number` of version `counter` of a fragment.
 
-    Whole, or as a difference from the version `held`.
+    `held` is the version that it is a difference from; None for a full chunk.
     """
 
     fragment: int
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(message: Message) -> Piece | None:
-    """Which chunk of the parameters a message of ours carries, if any."""
+    """The chunk of parameters in an outgoing message; None if it contains none."""
     if not isinstance(message, Chunk) or message.version is None:
         return None
     held = None if message.delta_of is None else message.delta_of.counter
@@ -41,15 +41,15 @@ def piece_of(message: Message) -> Piece | None:
 
 @dataclass
 class _Sent:
-    begin: int  # of the bytes that this connection was sent
+    begin: int  # offset in the bytes sent on this connection
     end: int
     piece: Piece
-    since: float | None = None  # the first look at it
+    since: float | None = None  # time of the first poll that saw it unread
 
 
 @dataclass
 class ChunksOnTheWay:
-    """Those of one connection. `left`: bytes of them that were not read as of the last look."""
+    """The chunks in flight on one connection. `left`: bytes unread as of the last poll."""
 
     left: int = 0
     _sent: deque[_Sent] = field(default_factory=deque)
@@ -72,7 +72,7 @@ class ChunksOnTheWay:
         self.left = sum(each.end - max(each.begin, had) for each in self._sent)
 
     def old(self, newest: Mapping[int, int]) -> dict[Piece, int]:
-        """What only readers keep in memory, with its bytes. `newest` has a counter for each fragment."""
+        """Buffers that only readers keep alive, with their bytes. `newest`: counter by fragment."""
         return {
             each.piece: each.end - each.begin
             for each in self._sent
@@ -81,12 +81,12 @@ class ChunksOnTheWay:
 
     @property
     def waits_since(self) -> float:
-        """When the first of them was seen first; infinite without one."""
+        """When the oldest unread chunk was first seen; infinity if there is none."""
         return next((each.since for each in self._sent if each.since is not None), float("inf"))
 
 
 class Reader(Protocol):
-    """A connection, as far as it concerns this."""
+    """The part of a connection that this module needs."""
 
     @property
     def chunks(self) -> ChunksOnTheWay: ...
@@ -95,9 +95,9 @@ class Reader(Protocol):
 
 
 def end_keepers_of_old(readers: Iterable[Reader], newest: Mapping[int, int]) -> list[str]:
-    """End those, who waits longest first, without whom the others keep no more than all may.
+    """Close the readers that have waited longest until the rest keep at most `STRANGERS_MAY_KEEP`.
 
-    The last one that keeps something goes on: its credit bounds it. Returns a sentence for each.
+    The last remaining reader stays: its credit bounds it. Returns a sentence for each closed one.
     """
     kept = [(each, each.chunks.old(newest)) for each in readers]
     kept = [(each, pieces) for each, pieces in kept if pieces]
@@ -110,7 +110,7 @@ def end_keepers_of_old(readers: Iterable[Reader], newest: Mapping[int, int]) -> 
     for reader, pieces in kept[:-1]:
         if total <= STRANGERS_MAY_KEEP:
             break
-        ended.append(f"{total >> 20} MiB of old parameters that were not read")
+        ended.append(f"{total >> 20} MiB of unread old parameters")
         reader.shut()
         keepers.subtract(pieces.keys())
         total -= sum(size for piece, size in pieces.items() if not keepers[piece])

@@ -1,16 +1,16 @@
-"""What each connection costs the broker inside ZeroMQ, and which ones cost too much.
+"""Limits on the memory that each connection uses inside ZeroMQ.
 
-ZeroMQ limits the size of a frame and the number of messages, and nothing else: a message that never ends
-grows in its memory, and answers that the peer does not read pile up there, where we see neither. The
-system counts the bytes of every connection (`tcp_figures`). What we have sent and the other side has not
-acknowledged waits in ZeroMQ or in the system. What ZeroMQ had read at a look is part of a message that
-has not ended, if by the next one every connection had its turn and nothing came of this one, or nothing
-was left to receive: a turn takes one message of each, and more may wait. So a peer that sends whole
-messages is never ended for their number, however busy the loop is.
+ZeroMQ limits only the size of a frame and the number of messages. A message that never ends grows in
+its memory, and unread replies pile up there; ZeroMQ reports neither. The operating system counts the
+bytes of every connection (`tcp_figures`). Sent bytes that the peer has not acknowledged wait in ZeroMQ
+or in the kernel. Bytes that ZeroMQ had read at one poll belong to an incomplete message if, by the
+next poll, every connection had its turn and this one delivered no message, or the receive queue was
+empty. (A turn takes one message of each connection, and more may wait.) So a peer that sends complete
+messages is never closed for their number, however busy the loop is.
 
-An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here. ZeroMQ
-reads 17,000 of them in a millisecond, and we drop 1,100. So while a peer that has not joined
-sends bytes there is a look each millisecond: a message of 30,000 empty frames takes the loop 27 ms.
+An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times the bytes counted here. ZeroMQ
+reads 17,000 of them in a millisecond, and we drop 1,100. So while a peer that has not joined is sending,
+connections are polled every millisecond: a message of 30,000 empty frames takes the loop 27 ms.
 """
 
 from __future__ import annotations
@@ -32,54 +32,52 @@ from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer
 
-# Room for what ZeroMQ itself says on a connection: its handshake.
+# Bytes reserved for the handshake of ZeroMQ.
 HANDSHAKE_BYTES = 1 << 10
-# What CURVE adds to a frame: a command with a name, a nonce, a code against changes and flags (RFC 26).
+# Bytes that CURVE adds to a frame: command name, nonce, authentication code, flags (RFC 26).
 CURVE_ADDS = 33
-# Of a message that has not ended, bytes: of a peer that has not joined, and of a member.
+# Limits of an incomplete message, bytes: of a peer that has not joined, and of a member.
 STRANGERS_MAY_OWE = LONGEST_OF_A_STRANGER + HANDSHAKE_BYTES
 MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
-# Of all together who have not joined. In empty frames it takes 64 MiB of memory.
+# Limit for all peers together that have not joined, bytes. As empty frames they take 64 MiB of memory.
 ALL_STRANGERS_MAY_OWE = 2 << 20
-# A subscriber of the feed says nothing but that, and ZeroMQ remembers every word.
+# Bytes: a subscriber of the feed sends only subscriptions, and ZeroMQ stores each of them.
 READERS_MAY_OWE = 4 << 10
-# Answers that are on their way: to a peer that has not joined, to all of them, and to a member.
+# Unread replies, bytes: of a peer that has not joined, of all of them together, and of a member.
 STRANGERS_MAY_LEAVE = 8 << 20
 ALL_STRANGERS_MAY_LEAVE = 48 << 20
 MEMBERS_MAY_LEAVE = 32 << 20
-# Chunks on their way, which lie in memory once for all readers of a version: as many as credit allows.
+# Chunks in flight, bytes: as many as credit allows. All readers of a version share one copy.
 STRANGERS_MAY_LEAVE_OF_CHUNKS = (MAX_OBSERVER_CREDIT + 1) * MAX_BUFFER_BYTES
 MEMBERS_MAY_LEAVE_OF_CHUNKS = (MAX_READER_CREDIT + 1) * MAX_BUFFER_BYTES
-# Seconds after which a peer that reads none of its pending bytes is given up. Heartbeats tell of
-# members, but come on another connection than chunks.
+# Seconds after which a connection that reads none of its pending data is closed. Heartbeats show that a
+# member is alive, but travel on another connection than chunks.
 READS_WITHIN_S = 10.0
 MEMBERS_READ_WITHIN_S = WORKER_GOES_ON_WITHIN_S
-# Connections of those who have not joined, besides two for each worker that may come back at once
-# after a restart. Of more than that the oldest is closed, of those first that have not been let in:
-# otherwise who has no key could close the displays of those who have one.
+# Connections of peers that have not joined, besides two for each worker that may reconnect after a
+# restart. Above that the oldest is closed, unauthenticated ones first: otherwise a peer without a key
+# could close the displays of peers with one.
 MOST_STRANGERS = 256
-# What ZeroMQ sends before it accepts a peer: its greeting, and that of CURVE to peers that know our
-# public key (RFC 26). A connection that was sent more has a peer of ours behind it.
+# Bytes that ZeroMQ sends before authentication: its greeting, and that of CURVE to any peer that knows
+# our public key (RFC 26). A peer that was sent more is authenticated.
 SAID_TO_ANYBODY = 256
-# Seconds between two looks: at connections that have not joined while they send bytes, and at all. A
-# look at many takes long, so looks may take this share of the time, and looks at all of them this one:
-# with 500 members, who may owe much more than others, there is one each half second.
+# Seconds between two polls: of sending peers that have not joined, and of all connections. Polling many
+# takes long, so polls get at most this share of the time.
 STRANGERS_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
-SHARE_OF_LOOKS_AT_ALL = 0.01
-# How a route begins that ZeroMQ has drawn: no other connection ever has it. Others are given by peers.
+# First byte of a route that ZeroMQ generated, which is unique. Peers choose other routes themselves.
 DRAWN = b"\0"
-# Routes of ended connections that are kept in mind: more than can have messages waiting.
+# Routes of closed connections that are remembered: more than can have messages pending.
 GONE_REMEMBERED = 4096
 # More turns than there are connections.
 EVERYBODY = 1 << 30
 
 
 def on_the_wire(frames: Sequence[Any], *, encrypted: bool) -> int:
-    """Bytes that these frames, bytes-like, are sent in.
+    """Bytes that these frames (bytes-like) take on the wire.
 
-    The header of each has a length of 1 byte, or of 8 (ZMTP 3, RFC 23).
+    The header of a frame has a length field of 1 or 8 bytes (ZMTP 3, RFC 23).
     """
     added, total = CURVE_ADDS if encrypted else 0, 0
     for each in frames:
@@ -90,23 +88,23 @@ def on_the_wire(frames: Sequence[Any], *, encrypted: bool) -> int:
 
 @dataclass
 class Connection:
-    """One connection.
+    """The byte counts and the identity of one connection.
 
     Attributes:
-        route: what the ROUTER calls it; None until it has sent a message.
-        peer: whose key it is; None where that is not known.
-        opened_at: turns that others had had when it was made.
-        sent: bytes that we handed to ZeroMQ for it (`on_the_wire`).
-        heard: bytes of the messages that have come of it since `owed` was reckoned.
-        owed: bytes of a message that had not ended at the last look but one.
-        left: bytes that wait for the other side to read them, but for those of chunks.
-        chunks: those of the parameters that do.
-        is_member: its peer had joined at the last look.
+        route: its ROUTER identity; None until its first message has arrived.
+        peer: owner of its key; None if unknown.
+        opened_at: value of `turns` when it was opened.
+        sent: bytes that we gave to ZeroMQ for it (`on_the_wire`).
+        heard: bytes of messages received from it since `owed` was computed.
+        owed: bytes of a message that was incomplete two polls ago.
+        left: unread bytes of replies, without chunks of parameters.
+        chunks: unread chunks of parameters.
+        is_member: whether its peer had joined at the last poll.
         is_surely_named: `route` is not that of an earlier connection with the same descriptor.
-        is_to_end: as soon as it is surely named.
+        is_to_end: close it as soon as it is surely named.
     """
 
-    transport: Descriptor | None  # None where it ended before its last message was received
+    transport: Descriptor | None  # None if it was closed before its last message was received
     route: bytes | None = None
     peer: Peer | None = None
     opened_at: int = 0
@@ -119,12 +117,12 @@ class Connection:
     is_ended: bool = False
     is_surely_named: bool = False
     is_to_end: bool = False
-    _taken: int = 0  # as of the last look
-    _came: int = 0  # between the last two looks
-    _seen_at: int = -EVERYBODY  # turns that others had had then
-    _delivered: int = 0  # as of the last look
-    _offset: int = 0  # of the delivered bytes to the sent ones, when none was in flight
-    _moved_at: float | None = None  # when the other side has last read something, or had nothing to
+    _taken: int = 0  # as of the last poll
+    _came: int = 0  # bytes read between the last two polls
+    _seen_at: int = -EVERYBODY  # value of `turns` at the last poll
+    _delivered: int = 0  # as of the last poll
+    _offset: int = 0  # delivered minus sent bytes at a moment without data in flight
+    _moved_at: float | None = None  # when the peer last read something, or nothing was pending
 
     def shut(self) -> None:
         self.is_ended = True
@@ -133,33 +131,34 @@ class Connection:
 
     @property
     def was_let_in(self) -> bool:
-        """Has it been sent more than the handshake, as of the last look?"""
+        """Whether it was sent more than the handshake, as of the last poll."""
         return self._delivered > SAID_TO_ANYBODY
 
     def begin_again(self) -> None:
-        """What was heard until now was of another one."""
+        """Reset the counts: they belong to another connection."""
         figures = None if self.transport is None else self.transport.figures()
         self._taken = figures.taken if figures is not None else self._taken
         self.heard = self.owed = self._came = self.sent = 0
         self.is_to_end = False
         self.chunks.clear()
 
-    def see(self, now: float, turns: int, all_turns: int) -> None:
-        """Look at what the system has counted; within `all_turns` turns each had its own."""
+    def see(self, now: float, turns: int, cycle: int) -> None:
+        """Read the counters of the system. Within `cycle` turns each connection has had one."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
             self.owed, self.left = 0, 0
             self.chunks.clear()
             return
         self._see_sent(figures, now)
-        if turns - self._seen_at < all_turns:
+        if turns - self._seen_at < cycle:
             return
-        if self.heard and turns - self._seen_at < EVERYBODY:  # more whole messages may wait
+        # More complete messages may be pending.
+        if self.heard and turns - self._seen_at < EVERYBODY:
             self._came += self.owed + figures.taken - self._taken - self.heard
             self._taken, self.owed, self.heard, self._seen_at = figures.taken, 0, 0, turns
             return
         self.owed += self._came - self.heard
-        if self.heard:  # so what has not ended began after the look before
+        if self.heard:  # so the incomplete message began after the previous poll
             self.owed = min(self.owed, self._came)
         self.heard = 0
         self._came, self._taken = figures.taken - self._taken, figures.taken
@@ -171,38 +170,38 @@ class Connection:
             self._moved_at = now
         self._delivered = figures.delivered
         if not has_moved and not figures.unsent:
-            # Nothing is on its way. What differs was there before the first message: the handshake.
+            # Nothing is in flight. The difference is the handshake.
             self._offset = figures.delivered - self.sent
         had = figures.delivered - self._offset
         self.chunks.see(had, now)
         self.left = max(0, max(self.sent - had, figures.unsent) - self.chunks.left)
 
     def too_much(self, *, is_member: bool, may_owe: int, now: float) -> str | None:
-        """Why this connection costs too much, as it was seen last; None while it does not."""
+        """The limit that this connection exceeds, as of the last poll; None if it exceeds none."""
         if self.owed > may_owe:
-            return f"{self.owed >> 10} KiB of a message that has not ended"
+            return f"{self.owed >> 10} KiB of an incomplete message"
         if self.left > (MEMBERS_MAY_LEAVE if is_member else STRANGERS_MAY_LEAVE):
-            return f"{self.left >> 20} MiB of answers that were not read"
+            return f"{self.left >> 20} MiB of unread replies"
         of_chunks = MEMBERS_MAY_LEAVE_OF_CHUNKS if is_member else STRANGERS_MAY_LEAVE_OF_CHUNKS
         if self.chunks.left > of_chunks:
-            return f"{self.chunks.left >> 20} MiB of parameters that were not read"
+            return f"{self.chunks.left >> 20} MiB of unread parameters"
         within = MEMBERS_READ_WITHIN_S if is_member else READS_WITHIN_S
         waits = self.left or self.chunks.left
         if waits and self._moved_at is not None and now - self._moved_at > within:
-            return f"answers that were not read for {within:g} s"
+            return f"replies unread for {within:g} s"
         return None
 
 
 class ConnectionWatch:
-    """The connections of one socket.
+    """Watches the connections of one socket, and closes those that exceed a limit.
 
-    `poll` is called with the descriptor of a connection and whether it is to be polled: those are who
-    have not joined. While one of them is `stirred`, there are more looks.
+    `poll` is called with the descriptor of a connection and the poll flags: connections of peers that
+    have not joined are polled, and looked at more often while they send (`stirred`).
 
     Attributes:
-        next_look: when `look` wants to be called again.
-        by_route: connections by what the ROUTER calls them; see `name`.
-        turns: messages received, and `EVERYBODY` more whenever there was none left.
+        next_look: when to call `look` again.
+        by_route: connections by ROUTER identity; see `name`.
+        turns: messages received, plus `EVERYBODY` each time the receive queue was empty.
     """
 
     def __init__(
@@ -218,16 +217,16 @@ class ConnectionWatch:
         self.turns = 0
         self._next_at_all = self._rests_until = 0.0
         self._by_number: dict[int, Connection] = {}
-        # Those of `_by_number` who had not joined at the last look.
+        # Those of `_by_number` that had not joined at the last poll.
         self._strangers: dict[int, Connection] = {}
         self.by_route: dict[bytes, Connection] = {}
-        # Routes of connections that have ended, and whether we have ended them: what of theirs still
-        # waits is of no other one. Nothing waits once nothing was left to receive.
+        # Routes of closed connections, and whether we closed them, for their messages that are still
+        # pending. Cleared when the receive queue is empty.
         self._gone: dict[bytes, bool] = {}
-        self._newest: dict[int, int] = {}  # counter of each fragment that a chunk was sent of
+        self._newest: dict[int, int] = {}  # newest version counter sent, by fragment
 
     def opened(self, number: int, transport: Descriptor) -> None:
-        """A connection was made, with this file descriptor."""
+        """A connection with this file descriptor was accepted."""
         self.closed(number)
         connection = self._by_number[number] = Connection(transport, opened_at=self.turns)
         self._mark(number, connection, is_member=False)
@@ -243,7 +242,7 @@ class ConnectionWatch:
         self._poll(number, 0 if is_member else zmq.POLLIN)
 
     def closed(self, number: int) -> None:
-        """The connection with this file descriptor has ended."""
+        """The connection with this file descriptor was closed."""
         connection = self._by_number.pop(number, None)
         if connection is None:
             return
@@ -257,31 +256,32 @@ class ConnectionWatch:
                     del self._gone[next(iter(self._gone))]
 
     def has_received_all(self) -> None:
-        """There is nothing left to receive."""
+        """The receive queue is empty."""
         self.turns += EVERYBODY
         self._gone.clear()
 
     def sent_chunk(self, connection: Connection, size: int, piece: Piece) -> None:
-        """A chunk was handed to ZeroMQ: `size` bytes with its header."""
+        """A chunk was given to ZeroMQ; `size` includes its header, in bytes."""
         self._newest[piece.fragment] = max(self._newest.get(piece.fragment, 0), piece.counter)
         connection.chunks.add(connection.sent, connection.sent + size, piece)
         connection.sent += size
 
     def name(self, route: bytes, number: int, peer: Peer | None) -> Connection:
-        """The connection with this descriptor is called so, and belongs to this key.
+        """Assign a route and a key to the connection with this descriptor.
 
-        What comes late may be of one that has ended, and had the same descriptor: until all that can
-        have waited when this one was made is received its name may be wrong, and another corrects it.
+        A late message may come from a closed connection that had the same descriptor. Until every
+        message that was pending when this one was opened is received, its name may be wrong; a later
+        call corrects it.
         """
         if route in self._gone:
             return Connection(None, route, peer, is_ended=self._gone[route])
         connection = self._by_number.get(number)
         former = self.by_route.get(route)
-        if former is not None and former is not connection:  # its name was wrong
+        if former is not None and former is not connection:  # it was misnamed
             del self.by_route[route]
             former.route = None
             former.begin_again()
-        if connection is None:  # it has ended already
+        if connection is None:  # closed meanwhile
             return Connection(None, route, peer)
         is_sure = self.turns - connection.opened_at >= EVERYBODY
         if connection.route == route:
@@ -299,9 +299,9 @@ class ConnectionWatch:
         return connection
 
     def end(self, route: bytes) -> None:
-        """End the connection that is called so; where that is not sure, once it is.
+        """Close the connection with this route, once its name is certain.
 
-        Otherwise what came late of a noisy one would end another, and the request on it would be lost.
+        Otherwise a late message of a flooding connection could close another one, and lose its request.
         """
         connection = self.by_route.get(route)
         if connection is not None:
@@ -310,32 +310,32 @@ class ConnectionWatch:
                 connection.shut()
 
     def stirred(self, ready: Collection[object]) -> None:
-        """Of these there are bytes to be read; among them may be descriptors of strangers."""
+        """Schedule a poll if one of these readable descriptors belongs to a peer that has not joined."""
         if not self._strangers.keys().isdisjoint(ready):
             self.next_look = min(self.next_look, self._rests_until)
 
     def shut_those_of(self, peers: Container[Peer]) -> None:
-        """End the connections of these keys, and those whose key is not known.
+        """Close the connections of these keys, and those whose key is unknown.
 
-        Who had not been meant connects again.
+        A peer with a valid key reconnects.
         """
         for connection in self._by_number.values():
             if connection.peer is None or connection.peer in peers:
                 connection.shut()
 
     def look(self, members: Container[bytes], now: float) -> list[str]:
-        """End the connections that cost too much; returns a sentence for each."""
+        """Close the connections that exceed a limit; returns a sentence for each."""
         if now < self.next_look:
             return []
         began = time.thread_time()
         is_at_all = now >= self._next_at_all
         ended: list[str] = []
-        all_turns = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
+        cycle = 2 * len(self._by_number) + 2  # ZeroMQ receives from them round-robin
         for number, connection in list((self._by_number if is_at_all else self._strangers).items()):
             is_member = connection.route in members
             if is_member is not connection.is_member:
                 self._mark(number, connection, is_member=is_member)
-            connection.see(now, self.turns, all_turns)
+            connection.see(now, self.turns, cycle)
             may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
             why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
             if why is not None and not connection.is_ended:
@@ -356,17 +356,17 @@ class ConnectionWatch:
 
 
 def _bound_together(strangers: list[Connection], most: int) -> list[str]:
-    """End those of these, the first first, without whom the others cost no more than all may."""
+    """Close the first of these connections until the rest are within the common limits."""
     ended = []
     owed, left = sum(max(0, c.owed) for c in strangers), sum(c.left for c in strangers)
     for number, connection in enumerate(strangers):
         why = None
         if number < len(strangers) - most:
-            why = f"there were more than {most} connections of peers that had not joined"
+            why = f"more than {most} connections of peers that have not joined"
         elif owed > ALL_STRANGERS_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
-            why = f"{owed >> 10} KiB of messages that have not ended, of those who have not joined"
+            why = f"{owed >> 10} KiB of incomplete messages of peers that have not joined"
         elif left > ALL_STRANGERS_MAY_LEAVE and connection.left:
-            why = f"{left >> 20} MiB of answers to those who have not joined that were not read"
+            why = f"{left >> 20} MiB of unread replies to peers that have not joined"
         if why is not None and not connection.is_ended:
             owed, left = owed - max(0, connection.owed), left - connection.left
             connection.shut()

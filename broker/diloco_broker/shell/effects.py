@@ -1,7 +1,7 @@
-"""Carrying out what the core asks for: the one place where an effect of the core meets the world.
+"""Executes the effects of the core on ports.
 
-The broker's loop, the simulated broker and the tests' harness give it ports of their own. So the order
-in which effects are carried out, which tests rely on, is the same in all of them.
+The broker's loop, the simulated broker and the tests' harness each provide the ports. So all of them
+execute effects in the same order, which tests rely on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Ack
 
-# The fragment of each tensor of a model; raises UsageError for one that cannot be split so.
+# Returns the fragment of each tensor of a model; raises UsageError if the model cannot be split.
 SplitOf = Callable[[Manifest], tuple[int, ...]]
 
 
@@ -34,45 +34,45 @@ class TensorPort(Protocol):
     """The tensors of a run."""
 
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
-        """Queue a piece of work, whose result comes back as an event, or do at once what is asked."""
+        """Queue work, whose result returns as an event, or execute an `AtOnce` immediately."""
 
 
 class Ports(Protocol):
-    """What differs between a broker, a simulated one, and a test."""
+    """The operations that a broker, a simulated broker and a test implement differently."""
 
     @property
     def tensors(self) -> TensorPort: ...
 
     def send(self, send: Send) -> bool:
-        """Send a message; False when the connection does not exist any more."""
+        """Send a message; returns False if the connection no longer exists."""
 
     def disconnect(self, route: Route) -> None:
         """End a connection."""
 
     def write(self, record: effects.Record) -> None:
-        """Put something into the log, the history or the audit."""
+        """Write a record to the log, the history or the audit."""
 
     def save(self, save: effects.Save) -> None:
         """Write a checkpoint of the tensors as they are now; returns at once."""
 
     def read(self, read: effects.ReadCheckpoint) -> None:
-        """Answer a request with what is in a checkpoint, when that has been read."""
+        """Read a part of a checkpoint and send it to the peer that requested it."""
 
     def end(self, end: effects.End) -> None:
-        """Begin an orderly end, as an operator asked."""
+        """Start the shutdown that the core requested."""
 
     def finish(self, save: effects.Save | None) -> None:
-        """The core is done: write this checkpoint, if any, wait for the one being written, and end."""
+        """The core has finished: write this checkpoint, if any, wait for pending writes, and exit."""
 
     def handled(self, event: Event) -> None:
-        """Called once an event is handled and what it led to is carried out."""
+        """Called after an event is handled and its effects are executed."""
 
 
 class Acks:
-    """Acknowledgements that are not sent yet; `chunks` is how many chunks they are for.
+    """Pending acknowledgements; `chunks` is the number of chunks that they acknowledge.
 
-    An `ack` must not be overtaken by what the core says after it to the same worker: a later `grant`
-    gives credit anew. So these are sent before anything else is.
+    They are sent before any other message: a later `grant` to the same worker resets its credit, so it
+    must not overtake an earlier `ack`.
     """
 
     def __init__(self) -> None:
@@ -89,23 +89,23 @@ class Acks:
         self._acks[key] = ack
 
     def take(self) -> list[Send]:
-        """All of it, as messages."""
+        """Remove all acknowledgements, and return them as messages."""
         gathered, self._acks, self.chunks = self._acks, {}, 0
         return [Send(route, ack) for (route, *_), ack in gathered.items()]
 
 
 class Noted(Protocol):
-    """Keeps what happens, as a tape does."""
+    """Records events, as a tape does."""
 
     def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
-        """An event was handled; None: the core could not."""
+        """Record an event and its effects; None: the core raised an exception."""
 
 
 class Executor:
-    """Hands events to the core and carries out the effects, in order.
+    """Feeds events to the core and executes the effects, in order.
 
-    Acknowledgements are gathered until `acknowledge` is called, or until something else is sent. `split`
-    is the user's function that splits the model, where there is one; `tape` keeps what happens.
+    Acknowledgements are collected until `acknowledge` is called or another message is sent. `split` is
+    the user's function that splits the model, if any; `tape` records the events.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Executor:
         self._pending: deque[Event] = deque()
 
     def feed(self, *events: Event) -> None:
-        """Handle these events, and those that come of them at once."""
+        """Handle these events, and the events that their effects cause."""
         self._pending += events
         while self._pending:
             event = self._pending.popleft()
@@ -148,11 +148,11 @@ class Executor:
 
     @property
     def unacknowledged(self) -> int:
-        """Chunks whose acknowledgements are gathered."""
+        """Number of chunks with pending acknowledgements."""
         return self._acks.chunks
 
     def acknowledge(self) -> bool:
-        """Send the acknowledgements gathered; True when events came of it, which are handled."""
+        """Send pending acknowledgements; returns True if that caused events, which are then handled."""
         self._send_acks()
         if not self._pending:
             return False
@@ -165,12 +165,10 @@ class Executor:
             case Send(route, Ack() as ack):
                 self._acks.add(route, ack)
             case Send():
-                if effect.payload is None:  # chunks go over a connection of their own
+                if effect.payload is None:  # chunks use another connection
                     self._send_acks()
                 self._send(effect)
-            case (
-                effects.Fold() | effects.Inspect() | effects.Step()
-            ):  # first: most effects are these
+            case effects.Fold() | effects.Inspect() | effects.Step():  # the most frequent first
                 ports.tensors.add(effect)
             case effects.SplitModel():
                 self._pending.append(self._split(effect))

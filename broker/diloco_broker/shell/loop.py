@@ -1,8 +1,8 @@
-"""The one thread of the broker: it receives, feeds the core, and does the tensor work that is asked for.
+"""The broker's main loop: receives messages, feeds the core, and does the requested tensor work.
 
-A turn takes in what the sockets have, then does tensor work (folds, steps, placements, one chunk each)
-for a few milliseconds, then looks at the clock. Nothing else in the process touches the state, so it
-needs no lock. No decision about rounds is made in here.
+Each turn receives pending messages, then does tensor work (folds, steps, placements, one chunk each) for
+a few milliseconds, then checks timers. Only this thread touches the state, so no locks are needed.
+Decisions about rounds are made in the core.
 """
 
 from __future__ import annotations
@@ -55,49 +55,46 @@ from diloco_protocol.messages import Control, Heartbeat, Message, Notice, Result
 logger = logging.getLogger("diloco.broker")
 VERSION = version("diloco-broker")
 
-# Messages taken in before tensor work gets its turn.
+# Messages received in one turn before tensor work.
 MESSAGES_A_TURN = 256
-# Receiving in one turn while tensor work waits, and reading what those send who have not joined.
+# Seconds of a turn for receiving, and for messages of peers that have not joined.
 RECEIVE_SLICE_S = 0.0005
-# Receiving in one turn while none does: a turn has costs of its own.
-IDLE_SLICE_S = 0.005
-# Tensor work in one turn; heartbeats are answered in between. A turn has costs of its own.
+# Seconds of tensor work in one turn; heartbeats are answered between turns. Each turn has overhead.
 WORK_SLICE_S = 0.001
-# Chunks that are acknowledged together while there is work, be they of several workers. Most have credit
-# for more, and what is not acknowledged then waits for a few chunks at most.
+# Chunks, also of several workers, that are acknowledged together while there is work. Most workers have
+# credit for more, so a pending acknowledgement waits for a few chunks at most.
 ACKNOWLEDGED_TOGETHER = 4
 TICK_S = 0.1
-# After a turn that brought nothing but heartbeats, where nothing else came for a while. Waking up
-# costs more than answering one: with hundreds of idle workers most of the time went there. A push
-# meanwhile waits so long, once a round.
+# Seconds of sleep after a turn that received only heartbeats, once nothing else has arrived for
+# `QUIET_S`. Waking up costs more than answering a heartbeat: with hundreds of idle workers it took most
+# of the time. A push is delayed by this much once per round.
 REST_S = 0.02
 QUIET_S = 0.5
 FEED_EVERY_S = 1.0
-# After the last connection that cost too much was ended.
+# Seconds after the last closed connection until freed memory is returned to the system.
 CALM_S = 1.0
-# How long the last checkpoint may take, after the closing round is finished.
+# Seconds to wait for the last checkpoint after the closing round has ended.
 SAVE_WITHIN_S = 60.0
-# The final model of a run that came to its end, in its folder of checkpoints.
+# File name of the final model of a completed run, in its checkpoint folder.
 FINAL_MODEL = "final-model.safetensors"
 _INSECURE = (
-    "INSECURE: any peer that reaches this broker may train, steer and read. To ask for keys: "
-    "diloco-broker keygen DIR, and serve --keys DIR."
+    "INSECURE: anyone who can reach this broker may train, operate and read the run. To require keys: "
+    "diloco-broker keygen DIR, then serve --keys DIR."
 )
 
 
 def machine_clock() -> Callable[[], float]:
-    """A monotonic clock that goes on while the machine sleeps, where the system has one."""
+    """A monotonic clock that includes time asleep, if the system has one."""
     boot_time = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic if boot_time is None else partial(time.clock_gettime, boot_time)
 
 
 class Loop:
-    """See the head of this module. It is the ports of the core's effects (see `effects`).
+    """The main loop, and the ports of the core's effects (see `effects`).
 
-    `initial` has the tensors of the model to begin with, by name; `factory` and `choose` are the user's
-    functions that make the outer optimizer and the split of the model. `term` is that of a standby which
-    has taken over. Raises UsageError, with nothing
-    left open, for an option that cannot be followed.
+    `initial` has the initial tensors of the model by name; `factory` and `choose` are the user's
+    functions that make the outer optimizer and the split of the model. `term` is that of a standby that
+    has taken over. Raises UsageError for an invalid option, after closing everything it opened.
     """
 
     def __init__(
@@ -110,8 +107,8 @@ class Loop:
         term: int = 0,
     ) -> None:
         self._config = config
-        self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
-        self.is_restarting = False  # it stops to come back
+        self.stop_reason: str | None = None  # None until a stop is requested
+        self.is_restarting = False  # the stop is for a restart
         self.is_complete = False  # the run has reached the end that its options set
         with ExitStack() as opened:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
@@ -146,7 +143,7 @@ class Loop:
             opened.callback(self.sockets.close)
             if config.security == feed.INSECURE:
                 logger.warning(_INSECURE)
-            if lock is not None and config.fresh:  # last of what may be refused
+            if lock is not None and config.fresh:  # after everything that may raise UsageError
                 self._set_aside(lock)
             self._writer: writer.CheckpointWriter | None = None
             self._pieces: PieceReader | None = None
@@ -176,15 +173,15 @@ class Loop:
         self._intake = Intake(self.core.state.knows, self._take, self._end_stranger)
         self._lines = RelayLines()
         self._executor = self._make_executor(surroundings, split, tape)
-        self._is_finished = False  # the core has nothing left to do
+        self._is_finished = False  # the core has finished
         self._next_tick = self._next_feed = 0.0
         self._rests = False
         self._received_at = 0.0  # when the last turn began to receive
-        self._busy_at = 0.0  # when something came that was no heartbeat
+        self._busy_at = 0.0  # when the last message other than a heartbeat arrived
         self._packed: tuple[Message | None, bytes, Piece | None] = (None, b"", None)  # sent last
-        self._calm_at = math.inf  # when what ended connections have cost is given back
-        self._gone_before = 0  # members, by the last tick
-        # CPU of this thread: of the longest turn lately, and at the end of the last one.
+        self._calm_at = math.inf  # when to return freed memory to the system
+        self._gone_before = 0  # members gone as of the last tick
+        # CPU seconds of this thread: of the longest turn since the last snapshot, and in total.
         self._longest_turn_s = self._used_s = 0.0
 
     @staticmethod
@@ -197,7 +194,7 @@ class Loop:
     def _set_aside(lock: FolderLock) -> None:
         former = lock.set_aside()
         if former is not None:
-            text = "--fresh: the run that was in %s is now in %s; a new run begins."
+            text = "--fresh: moved the run in %s to %s; starting a new run."
             logger.warning(text, lock.folder, former)
 
     def _make_executor(
@@ -211,13 +208,13 @@ class Loop:
         executor.feed(surroundings)
         return executor
 
-    # Life.
+    # Start and stop.
 
     def run(self) -> None:
-        """Serve until a stop is requested, and end in an orderly way."""
+        """Serve until a stop is requested, then shut down cleanly."""
         self._used_s = time.thread_time()
         self.now()
-        self.now.stood_still()  # time before this was not served
+        self.now.stood_still()  # discard the time before serving
         try:
             while not self._is_finished:
                 if self.stop_reason and self.core.state.stopping is None:
@@ -229,34 +226,34 @@ class Loop:
             self._publish()
         except Exception as error:
             self._say_goodbye(error)
-            if self._writer is not None:  # checkpoints never change, so what broke is not in them
+            if self._writer is not None:  # queued checkpoints are immutable, so without the error
                 self._writer.finish(SAVE_WITHIN_S)
             raise
 
     def request_stop(self, reason: str, *, restarting: bool) -> None:
-        """Let `run` end; from any thread or a signal handler. The first call counts."""
+        """Make `run` return; for any thread or signal handler. Only the first call has an effect."""
         if self.stop_reason is None:
             self.is_restarting = restarting
             self.stop_reason = reason
 
     @property
     def run_is_over(self) -> bool:
-        """Was it asked to end for good, and not to come back?"""
+        """Whether it was asked to stop without a restart."""
         return self.stop_reason is not None and not self.is_restarting
 
     def close(self) -> None:
-        """Close files and sockets. A second call does nothing."""
+        """Close files and sockets. May be called more than once."""
         self._opened.close()
 
     def _close_onlookers(self) -> None:
         self.onlookers.close(self.stop_reason or "an error", run_is_over=self.run_is_over)
 
     def _say_goodbye(self, error: Exception) -> None:
-        """Nothing can go on after this: the log and the workers are told why."""
-        logger.critical("The broker ends because of an error: %s", error)
+        """Log a fatal error, and notify the workers."""
+        logger.critical("The broker stops because of an error: %s", error)
         for member in self.core.state.members:
-            # Its cause alone: the story of the core names other workers.
-            text = f"The broker ended because of an error: {error.__cause__ or error!r:.500}"
+            # Only the cause: the core's event history names other workers.
+            text = f"The broker stopped because of an error: {error.__cause__ or error!r:.500}"
             self.send(Send(member.control, Notice("restarting", text)))
 
     # A turn.
@@ -291,19 +288,17 @@ class Loop:
             gone, before = self.core.state.members.gone, self._gone_before
             self._gone_before = gone
             if gone > before and not self.core.state.is_running:
-                self._calm_at = (
-                    now + CALM_S
-                )  # the worker that left may have uploaded a part of a model
+                self._calm_at = now + CALM_S  # it may have uploaded a part of a model
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish()
-        # One look at this clock a turn: it is a system call, where the others are none.
+        # Read this clock once per turn: unlike the others it takes a system call.
         began, self._used_s = self._used_s, time.thread_time()
         self._longest_turn_s = max(self._longest_turn_s, self._used_s - began)
 
     def _may_wait_s(self) -> float:
-        """Seconds to wait for messages, after a rest where nothing but heartbeats came lately."""
-        if self.tensors or self._intake or (self._pieces is not None and self._pieces.results):
+        """Seconds to wait for messages; rests first if only heartbeats have arrived recently."""
+        if self.tensors or self._strangers or (self._pieces is not None and self._pieces.results):
             return 0.0
         if self._rests and self.now() > self._busy_at + QUIET_S:
             self.sockets.rest(REST_S)
@@ -319,9 +314,10 @@ class Loop:
             self._executor.feed(events.KeysRevoked(changes.revoked))
 
     def _receive(self) -> bool:
-        """Receive messages for one slice of time at most. Returns whether there are no more.
+        """Receive pending messages for at most one time slice. Returns whether those were all.
 
-        Of a connection of which ZeroMQ takes no more until half is received, more is to come.
+        ZeroMQ stops reading a connection with a full queue until half of it is received, so after that
+        many messages more may be pending.
         """
         self._received_at = self.now()
         began = time.perf_counter()
@@ -336,12 +332,46 @@ class Loop:
                 return False
         return False
 
-    def _end_stranger(self, route: bytes, why: str) -> None:
-        self.sockets.shut(route)
-        self._executor.feed(events.ConnectionEnded(why))
+    def _take_in_turn(self, incoming: Incoming) -> None:
+        if incoming.is_left_behind and not self.core.state.knows(incoming.route):
+            return  # only workers' last messages are handled; other peers may have sent thousands
+        if not (incoming.is_of_stranger or self._strangers):
+            self._take(incoming)
+        elif self._strangers.comes_later(incoming, self._received_at):
+            if self._is_too_long_to_wait(incoming):
+                self.sockets.shut(incoming.route)
+                why = "a message too long to defer, of a peer that has not joined"
+                self._executor.feed(events.ConnectionEnded(why))
+                return
+            loudest = self._strangers.put_off(incoming)
+            if loudest is not None:
+                self.sockets.shut(loudest)
+                why = "too many messages of peers that have not joined"
+                self._executor.feed(events.ConnectionEnded(why))
+        elif incoming.is_of_stranger:
+            self._take_of_stranger(incoming)
+        else:
+            self._take(incoming)
+
+    def _is_too_long_to_wait(self, incoming: Incoming) -> bool:
+        longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
+        return longest > LONGEST_OF_A_STRANGER and not self.core.state.knows(incoming.route)
+
+    def _take_of_stranger(self, incoming: Incoming) -> None:
+        began = time.thread_time()
+        self._take(incoming)
+        self._strangers.spend(time.thread_time() - began)
+
+    def _catch_up(self, *, is_idle: bool) -> None:
+        """Handle deferred messages of peers that have not joined, while their time share lasts."""
+        until = time.perf_counter() + RECEIVE_SLICE_S
+        while self._strangers and (is_idle or self._strangers.has_time(self.now())):
+            self._take_of_stranger(self._strangers.next())
+            if time.perf_counter() > until:
+                return
 
     def _take(self, incoming: Incoming) -> None:
-        """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
+        """Handle one message. A failure returns an error to its sender, and never stops the broker."""
         route, peer = incoming.route, incoming.peer
         if not self.sockets.lets_in(peer):
             return
@@ -366,13 +396,15 @@ class Loop:
         except ProtocolError as error:
             self._executor.feed(events.Malformed(route, error.code, str(error)))
         except Exception:
-            logger.exception("A message could not be handled; its sender is told, the run goes on.")
-            text = "The broker could not handle this message; its log has more."
+            logger.exception(
+                "Failed to handle a message; its sender was notified, the run continues."
+            )
+            text = "The broker failed to handle this message; see its log."
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
 
     def _work(self) -> None:
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state
-        takes_long = state.has_own_optimizer  # its step may
+        takes_long = state.has_own_optimizer  # a custom optimizer may take long
         while self.tensors and time.perf_counter() < until:
             if takes_long:
                 self._executor.acknowledge()
@@ -380,17 +412,17 @@ class Loop:
                 self._executor.feed(event)
 
     def _look_at_outer(self) -> None:
-        """The settings of the user's optimizer are its own, so they are looked at."""
+        """Report changed settings of a custom outer optimizer to the core."""
         groups = self.tensors.outer_groups()
         if groups != self.core.state.outer_groups:
             self._executor.feed(events.OuterGroups(groups))
 
-    # What effects come to.
+    # Ports of the core's effects.
 
     def send(self, send: Send) -> bool:
-        """False when the connection does not exist any more."""
+        """Send a message; returns False if the connection no longer exists."""
         message, header, piece = self._packed
-        # A chunk, or the answer to heartbeats, goes to one after the other.
+        # Encoded once: the same chunk or heartbeat reply is sent to many workers in a row.
         if send.message is not message:
             message, header = send.message, encode(send.message)
             piece = None if send.payload is None else piece_of(message)
@@ -427,10 +459,10 @@ class Loop:
             self.send(Send(read.route, refused))
 
     def _send_piece(self) -> None:
-        """One a turn: the others' messages go in between."""
+        """Send one part of a checkpoint per turn, so that other messages are sent in between."""
         if self._pieces is not None and self._pieces.results:
             route, result = self._pieces.results.popleft()
-            self.send(Send(route, result))  # a peer that is gone asks again
+            self.send(Send(route, result))  # a receiver that disconnected requests it again
 
     def end(self, end: effects.End) -> None:
         self.is_complete = end.is_complete and self.stop_reason is None
@@ -458,13 +490,13 @@ class Loop:
         self._report_saves()
         number = self.core.state.saving.number
         if number is not None:
-            logger.info("The run is saved in %s, before round %d.", self._config.save_dir, number)
+            logger.info("Saved the run in %s, before round %d.", self._config.save_dir, number)
 
     def _export(self) -> None:
-        """The final model of the run, as `diloco-broker export` would write it."""
+        """Write the final model of the run, as `diloco-broker export` would."""
         state, folder = self.core.state, self._config.save_dir
         if folder is None:
-            logger.warning("The final model is not kept: there is no --save-dir. Workers have it.")
+            logger.warning("The final model is not saved (no --save-dir); only workers have it.")
         if folder is None or state.round is None:
             return
         record = checkpoints.run_record(state, state.round.number)
@@ -474,11 +506,11 @@ class Loop:
         try:
             model_file.write_model(model_file.model_of(final), path)
         except UsageError as error:
-            logger.error("The final model is not exported: %s", error)
+            logger.error("Failed to export the final model: %s", error)
         else:
-            logger.info("The final model is %s, of %d rounds.", path, record.number)
+            logger.info("Exported the final model to %s after %d rounds.", path, record.number)
 
-    # Showing itself.
+    # Status.
 
     def _figures(self) -> LoopFigures:
         turn_ms, cpu_s = round(self._longest_turn_s * 1e3, 3), round(time.thread_time(), 3)

@@ -1,4 +1,4 @@
-"""What is written down and shown of a run: log, feed, history, audit. No failure in it ends the run."""
+"""Records of a run: log, feed, history, audit. A failure in one of them does not stop the run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from diloco_protocol.feed import TOPIC
 
 logger = logging.getLogger("diloco.broker")
 
-# A failure that comes again with each snapshot would fill the log.
+# Seconds between log lines of one kind of failure, which may repeat with each snapshot.
 SAID_AGAIN_AFTER_S = 60.0
 
 
 class Failures:
-    """Catches what fails for onlookers and logs it, each kind at most once a minute."""
+    """Catches failures of log, feed, history and audit; logs each kind at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -31,21 +31,21 @@ class Failures:
 
     @contextmanager
     def caught(self, what: str) -> Iterator[None]:
-        """In here any exception ends only what is done in here, which is `what`."""
+        """Catch and log any exception raised in this block; `what` names its work."""
         try:
             yield
         except Exception:
             now = self._clock()
             if now - self._said_at.get(what, -SAID_AGAIN_AFTER_S) >= SAID_AGAIN_AFTER_S:
                 self._said_at[what] = now
-                logger.exception("The %s failed; training goes on without it.", what)
+                logger.exception("The %s failed; training continues without it.", what)
 
 
 class Onlookers:
-    """See the head of this module. The state is the core's, and only read.
+    """Writes the log, feed, history and audit of a run. It only reads the core's state.
 
-    `figures` is what the loop knows of itself now; `publish` sends a message to the feed's subscribers.
-    Raises UsageError where the audit log cannot be written.
+    `figures` returns the current measurements of the loop; `publish` sends a message to the feed's
+    subscribers. Raises UsageError if the audit log cannot be written.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Onlookers:
         self._start_line: dict[str, Any] | None = None
 
     def write(self, record: Record) -> None:
-        """Write down what the core says."""
+        """Write a record of the core."""
         match record:
             case Log():
                 self._tell(record)
@@ -85,7 +85,7 @@ class Onlookers:
                     self._write_audit(record)
 
     def snapshot(self) -> tuple[dict[str, Any], str]:
-        """What the feed says now, and the JSON of it."""
+        """The current snapshot of the feed, and its JSON."""
         return status.snapshot_and_line(
             self._state, self._events, self._figures(), self.sequence, self._clock()
         )
@@ -122,10 +122,10 @@ class Onlookers:
             self._audit.add(audit)
         except OSError as error:
             path = self._state.config.audit
-            self._tell(Log("error", f"The audit log {path} cannot be written: {error.strerror}."))
+            self._tell(Log("error", f"Cannot write the audit log {path}: {error.strerror}."))
 
     def _update_history(self, snapshot: dict[str, Any]) -> None:
-        """Write down what the run is when that has changed; say it when lines are lost."""
+        """Write a start line to the history if the run changed; log when writing fails or recovers."""
         if self._history is None:
             return
         line = status.start_line(snapshot)
@@ -139,8 +139,8 @@ class Onlookers:
             self._history_error = error
             folder = self._state.config.save_dir
             text = (
-                f"The history in {folder} cannot be written: {error}. Training goes on without it."
+                f"Cannot write the history in {folder}: {error}. Training continues without it."
                 if error
-                else f"The history in {folder} is written again; {self._history.lost} lines are lost."
+                else f"Writing the history in {folder} again; {self._history.lost} lines are lost."
             )
             self._tell(Log("error" if error else "info", text))

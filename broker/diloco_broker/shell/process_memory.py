@@ -1,10 +1,10 @@
-"""The memory of a process that does nothing but serve: how much it is; what is freed is used again.
+"""Measures the memory of a serving process, and tunes its allocator to reuse freed memory.
 
-glibc maps each large buffer anew and gives it back when it is freed, so each chunk of each round costs
-the kernel a zeroed page for every 4 KiB: for a chunk of 2 MiB more than adding it up or stepping it
-takes. Here such buffers come from the heap, which keeps what is freed. The broker's buffers have a
-handful of sizes and live for one round, so the heap does not grow beyond what one round needs. What an
-attack has made it grow by is given back when that is over.
+glibc maps each large buffer separately and unmaps it when it is freed, so each chunk of each round costs
+the kernel a zeroed page for every 4 KiB: for a chunk of 2 MiB more than adding or stepping it. With the
+settings here such buffers come from the heap, which keeps freed memory. The broker's buffers have few
+sizes and live for one round, so the heap does not grow beyond the needs of one round. Memory that an
+attack made it allocate is returned to the system afterwards.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-# Of <malloc.h>. 32 MiB is the most that glibc allows for the first (HEAP_MAX_SIZE / 2 on 64 bits).
+# Parameters of <malloc.h>, and their values in bytes. glibc allows at most 32 MiB (HEAP_MAX_SIZE / 2 on
+# 64 bits) for the first.
 M_MMAP_THRESHOLD, MOST_FROM_HEAP = -3, 32 << 20
 M_TRIM_THRESHOLD, NEVER = -1, (1 << 31) - 1
-# To give back a mebibyte takes 0.13 ms: this much takes 17 ms.
+# Bytes that are returned to the system in one call: 0.13 ms per MiB, so 17 ms.
 A_MOMENT_BYTES = 128 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Let this process's allocator keep what is freed; False where it is not glibc's.
+    """Make the allocator keep freed memory; returns False if it is not glibc's.
 
-    For a process of one's own only: it holds for everything in it.
+    It affects the entire process, so call it only in a dedicated one.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -41,9 +42,9 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory(most_bytes: int = A_MOMENT_BYTES) -> bool:
-    """Give what is freed back to the system, unless it is so much that this takes more than a moment.
+    """Return freed memory to the system, unless it is more than `most_bytes`.
 
-    Returns whether it was done; False also where the allocator is not glibc's, 2.33 or later.
+    Returns whether it was done; False also if the allocator is not that of glibc 2.33 or later.
     """
     try:
         library = ctypes.CDLL(None)
@@ -51,14 +52,14 @@ def give_back_freed_memory(most_bytes: int = A_MOMENT_BYTES) -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     free_bytes.restype, trim.argtypes = _HeapFigures, (ctypes.c_size_t,)
-    if free_bytes().fordblks > most_bytes:  # of all threads; it looks at no page
+    if free_bytes().fordblks > most_bytes:  # of all threads; reads no pages
         return False
     trim(0)
     return True
 
 
 class _HeapFigures(ctypes.Structure):
-    """`struct mallinfo2` of <malloc.h>; `fordblks` is the bytes that are free."""
+    """`struct mallinfo2` of <malloc.h>; `fordblks` is the number of free bytes."""
 
     _fields_ = [
         ("others", ctypes.c_size_t * 8),
@@ -68,17 +69,17 @@ class _HeapFigures(ctypes.Structure):
 
 
 def keep_what_is_there() -> None:
-    """Let the collector of cyclic garbage pass over everything that this process has now.
+    """Exclude all current objects from cyclic garbage collection.
 
-    That is modules and their functions, some 200,000 objects: to look through all of them takes the
-    loop 75 ms, in which no heartbeat is answered. Call it once, before serving.
+    These are modules and their functions, about 200,000 objects: scanning them blocks the loop for
+    75 ms, during which no heartbeat is answered. Call it once, before serving.
     """
     gc.collect()
     gc.freeze()
 
 
 def rss_bytes() -> int:
-    """Memory of this process now; its peak where /proc is missing."""
+    """Resident memory of this process, bytes; its peak if /proc is missing."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -88,9 +89,9 @@ def rss_bytes() -> int:
 
 
 def memory_bytes() -> int | None:
-    """Memory that this process may use: the machine's, or less where its control group has less.
+    """Memory that this process may use, bytes: the machine's, or the limit of its control group.
 
-    None where the system does not say.
+    None if unknown.
     """
     found = list(_limits_of_control_groups())
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -99,7 +100,7 @@ def memory_bytes() -> int | None:
 
 
 def _limits_of_control_groups() -> Iterator[int]:
-    """Of the groups that this process is in, and those that these are in: cgroups(7), both versions."""
+    """Memory limits of this process's control groups and their parents (cgroups(7), both versions)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -109,5 +110,5 @@ def _limits_of_control_groups() -> Iterator[int]:
                     root, name = root / controllers, "memory.limit_in_bytes"
                 own = PurePosixPath(path.lstrip("/"))
                 for group in (own, *own.parents):
-                    with contextlib.suppress(OSError, ValueError):  # "max", or not there
+                    with contextlib.suppress(OSError, ValueError):  # "max", or no such file
                         yield int((root / group / name).read_text())

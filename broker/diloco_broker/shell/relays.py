@@ -1,4 +1,4 @@
-"""How messages travel between the hub and those behind its relays: see `diloco_protocol.relays`."""
+"""Messages between the root broker and peers downstream of relays: see `diloco_protocol.relays`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from diloco_protocol.roles import Peer, Role
 
 
 class RelayLines:
-    """See the head of this module: it knows which chunks of versions each relay has."""
+    """Wraps messages to downstream peers; tracks the chunks of versions that each relay has cached."""
 
     def __init__(self) -> None:
         self._caches: dict[Route, Cache[bool]] = {}  # by connection of a relay
 
     def down(self, send: Send) -> tuple[Route, Via, Any] | None:
-        """The relay's connection, what goes in front of the message, and its buffer.
+        """The relay's connection, the envelope and the buffer of a message to a downstream peer.
 
-        None where the message goes to its receiver directly.
+        None if the receiver is connected directly.
         """
         step = first_step(send.route)
         if step is None:
@@ -39,16 +39,16 @@ class RelayLines:
         return route, Via(who), payload
 
     def forget(self, routes: Collection[Route]) -> None:
-        """Forget all but these connections."""
+        """Forget all connections except these."""
         for route in self._caches.keys() - routes:
             del self._caches[route]
 
 
 def received(route: Route, frames: Sequence[Any], peer: Peer | None) -> Received | Malformed:
-    """What a relay has sent: a message of its own, or of somebody behind it.
+    """Read a message of a relay, or of a peer downstream of it.
 
-    Where keys are asked for those behind it are workers, whose names the relay vouches for. Raises
-    ProtocolError where it is the relay's own mistake.
+    If keys are required, downstream peers are workers whose names the relay vouches for. Raises
+    ProtocolError if the relay itself is at fault.
     """
     via, frames = unwrap(frames)
     if via is None:
@@ -61,11 +61,11 @@ def received(route: Route, frames: Sequence[Any], peer: Peer | None) -> Received
     except ProtocolError as error:
         return Malformed(route, error.code, str(error))
     if isinstance(message, Chunk) and payload is None:
-        return Malformed(route, Code.BAD_FRAMES, f"Chunk {message.index} came without a buffer.")
+        return Malformed(route, Code.BAD_FRAMES, f"Chunk {message.index} has no buffer.")
     return Received(route, message, payload, peer)
 
 
 def ending(route: Route) -> tuple[Route, Message] | None:
-    """Whom to tell, and what, so that a connection behind a relay is ended."""
+    """The relay's connection and the message that ends a connection downstream of it."""
     step = first_step(route)
     return None if step is None else (step[0], Gone(step[1]))

@@ -1,8 +1,8 @@
-"""The broker's clock: seconds during which it served.
+"""The broker's clock: counts only the seconds during which it served.
 
-A process that is stopped (SIGSTOP, a debugger, a machine that sleeps or is overloaded) receives nothing.
-When it runs again, what its workers have sent waits in the sockets, and every one of them looks silent
-for as long as it stood still itself. So all deadlines run on a clock that leaves such time out.
+A suspended process (SIGSTOP, a debugger, a machine that sleeps or is overloaded) receives nothing. When
+it resumes, its workers' messages are still in the sockets, and every worker seems to have been silent
+for the whole suspension. So all deadlines run on a clock that excludes such time.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Callable
 
 from diloco_broker.core.events import Now
 
-# After more than this between two looks at the clock the broker stood still: a turn of the loop takes
-# milliseconds and waits for a tenth of a second at most. So much of it counts.
+# Seconds between two readings above which the broker was suspended: a turn of the loop takes
+# milliseconds and waits for 0.1 s at most. Of such a gap only COUNTED_S count.
 LONGEST_S = 0.5
 COUNTED_S = 0.1
-# From so much on it is said, and workers get time to come back: their connections may have broken. They
-# give up a broker that is silent for 10 s, no earlier.
+# Seconds above which a suspension is logged and workers get time to reconnect: their connections may
+# have broken. They give up on a broker after 10 s of silence, not earlier.
 WORTH_SAYING_S = 5.0
 
 
 class ServedTime:
-    """See the head of this module. A call returns seconds, like any monotonic clock.
+    """A monotonic clock of served time. A call returns seconds.
 
     Args:
-        clock: of the machine, in seconds; it should go on while the machine sleeps.
+        clock: the machine's clock, in seconds; it should include time asleep.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -43,11 +43,11 @@ class ServedTime:
         return reading - self._left_out
 
     def both(self) -> Now:
-        """This clock and that of the machine, at the same moment."""
+        """This clock and the machine's clock, read at the same moment."""
         served = self()
         return Now(served, self._looked_at)
 
     def stood_still(self) -> float:
-        """Seconds that were left out since this was asked last; 0 where they are not worth saying."""
+        """Seconds excluded since the last call; 0 if below `WORTH_SAYING_S`."""
         unsaid, self._unsaid = self._unsaid, 0.0
         return unsaid

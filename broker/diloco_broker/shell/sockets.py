@@ -1,4 +1,4 @@
-"""The broker's sockets: the ROUTER, the PUB, and what wakes the loop."""
+"""The broker's sockets: the ROUTER, the PUB, their monitors, and a socket pair that wakes the loop."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_BUFFER_BYTES, MAX_FRAMES
 from diloco_protocol.roles import Peer
 
-# How long the last messages may take to get out.
+# Milliseconds to send the last messages when closing.
 LINGER_MS = 1000
 SNAPSHOTS_KEPT = 10
-# Messages of a connection that ZeroMQ takes before we do; it would take 1000. Each may have a buffer
-# of 4 MiB. With less than this many small ones would be taken in little by little.
+# Messages of one connection that ZeroMQ queues before we receive them (default 1000). Each may have a
+# buffer of 4 MiB. A smaller queue slows down the receipt of many small messages.
 UNREAD_KEPT = 128
-# Answers of a connection that wait in ZeroMQ: 64 chunks by credit, and what is said meanwhile. Whoever
-# has more is as good as gone, and is ended; of their bytes `ConnectionWatch` keeps account.
+# Outgoing messages that ZeroMQ queues for one connection: 64 chunks by credit, and control messages. A
+# peer with more is unresponsive, and is disconnected; `ConnectionWatch` limits the bytes.
 ANSWERS_KEPT = 1000
-# The same of relays, through whose connections hundreds of workers hear.
+# The same for relays, whose connections serve hundreds of workers.
 ANSWERS_KEPT_FOR_RELAYS = 100_000
-# Of what a subscriber of the feed says, which is a subscription or part of a handshake, bytes.
+# Bytes of a message of a subscriber: a subscription, or a part of a handshake.
 LONGEST_SUBSCRIPTION = 1024
-# For a handshake: a few packets each way, and one answer of ours.
+# Milliseconds for a handshake: a few packets in each direction, and one reply of ours.
 HANDSHAKE_WITHIN_MS = 10_000
-# Connections that came or went, of which one turn of the loop takes notice: 10 ms.
+# Opened and closed connections that are handled in one turn of the loop: takes 10 ms.
 CHANGES_A_TURN = 512
-# Frames of a message with too many that are dropped in one call: 0.5 ms.
+# Surplus frames of an oversized message that are dropped in one call: takes 0.5 ms.
 SURPLUS_A_CALL = 512
-# As plain numbers: the sums of enum members cost more than the sends.
+# Plain numbers: adding enum members costs more than sending.
 MORE = int(zmq.SNDMORE)
 ROUTE_FLAGS = int(zmq.SNDMORE | zmq.NOBLOCK)
 NOW = int(zmq.NOBLOCK)
@@ -59,13 +59,13 @@ CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 
 @dataclass(frozen=True)
 class Incoming:
-    """A message, or some of the rest of one that has too many frames.
+    """A received message; without frames and route if it stands for dropped surplus frames.
 
     Attributes:
-        frames: bytes-like; at most one more than a message may have, and none of such a rest.
-        peer: whose key it is, where keys are asked for.
-        is_of_stranger: its sender had not joined at the last look.
-        is_left_behind: of a connection that we have ended, so no answer can be sent.
+        frames: bytes-like; at most one more than a message may have.
+        peer: owner of the connection's key, if keys are required.
+        is_of_stranger: its peer had not joined at the last poll.
+        is_left_behind: we have closed its connection, so it cannot be answered.
     """
 
     route: bytes
@@ -76,12 +76,13 @@ class Incoming:
 
 
 class Sockets:
-    """All of them, bound: the ROUTER to `bind`, the PUB to `feed`; port 0 or * picks a free one.
+    """The bound sockets: the ROUTER at `bind`, the PUB at `feed`; port 0 or * picks a free one.
 
-    `address` and `feed_address` say where they are. `keys` says who may connect; None: any peer.
-    Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
-    bound. `workers` is how many may come at once. With `same_host` workers of this machine and this user
-    find another way in at `own_address`, a Unix socket, on Linux. `relays` may come, too.
+    `address` and `feed_address` are the bound addresses. `keys` has the keys that may connect; None: no
+    keys are required. `workers` is the number that may connect at once. With `same_host`, workers of
+    this machine and this user can also connect to `own_address`, a Unix socket, on Linux. `relays`:
+    whether relays may connect. Only `wake` may be called from another thread. Raises UsageError for an
+    address that cannot be bound.
     """
 
     def __init__(
@@ -109,43 +110,41 @@ class Sockets:
         self.own_address: str | None = None
         if same_host and self.address.startswith("tcp://") and sys.platform == "linux":
             self.own_address = f"{OWN_SOCKET}{secrets.token_hex(16)}"
-            # Connections through it are not counted as those of TCP are, so ZeroMQ closes those of
-            # other users as it accepts them. The kernel says whose they are.
+            # The system does not count bytes of Unix sockets as it does those of TCP, so ZeroMQ accepts
+            # only connections of our user, as reported by the kernel.
             self._router.set(zmq.IPC_FILTER_UID, os.geteuid())
             self._router.bind(self.own_address)
         self._watch = ConnectionWatch(poll=self._poll, most_strangers=self._most_strangers)
         self._readers = ConnectionWatch(READERS_MAY_OWE)
-        # A worker that was killed shows as a closed connection long before its heartbeats are missed.
+        # The closed connection of a killed worker is seen long before its heartbeats are missed.
         self._monitors = [
             (self._router.get_monitor_socket(CHANGES), self._watch),
             (self._pub.get_monitor_socket(CHANGES), self._readers),
         ]
         self._has_lost = False
-        # Of whose message frames are still to be dropped.
+        # The connection whose surplus frames are being dropped.
         self._surplus_of: Connection | None = None
-        self._alarm, self._bell = socket.socketpair()
-        self._alarm.setblocking(False)
-        self._bell.setblocking(False)
+        self._wake_recv, self._wake_send = socket.socketpair()
+        self._wake_recv.setblocking(False)
+        self._wake_send.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._alarm, zmq.POLLIN)
+        self._poller.register(self._wake_recv, zmq.POLLIN)
         for monitor, _ in self._monitors:
             self._poller.register(monitor, zmq.POLLIN)
-        # Has those who have not joined, and `wake`: a poller without anything returns at once.
-        self._at_rest = zmq.Poller()
-        self._at_rest.register(self._alarm, zmq.POLLIN)
+        self._at_rest = zmq.Poller()  # has only connections of peers that have not joined
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
     def _poll(self, number: int, flags: int) -> None:
-        """Poll a descriptor of a connection, or with no flags no longer."""
+        """Poll a descriptor of a connection; with no flags, stop polling it."""
         for poller in (self._poller, self._at_rest):
             poller.register(number, flags)
 
     def wait(self, seconds: float) -> bool:
         """Wait for a message, for `wake`, or for bytes of a peer that has not joined.
 
-        At most so long. Returns whether there is a message.
+        Returns within `seconds`, with whether a message is pending.
         """
         found = dict(self._poller.poll(int(seconds * 1000) + 1 if seconds > 0 else 0))
         has_message = self._router in found
@@ -156,10 +155,10 @@ class Sockets:
         return has_message
 
     def _see_others(self, found: Mapping[object, int]) -> None:
-        """Something came besides messages."""
-        if self._alarm.fileno() in found:
+        """Handle events other than messages."""
+        if self._wake_recv.fileno() in found:
             with contextlib.suppress(BlockingIOError):
-                self._alarm.recv(4096)
+                self._wake_recv.recv(4096)
         if self._doorkeeper is not None and self._doorkeeper.socket in found:
             self._doorkeeper.answer()
         if any(monitor in found for monitor, _ in self._monitors):
@@ -167,26 +166,27 @@ class Sockets:
         self._watch.stirred(found.keys())
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Let `wait` return when something comes on this socket, which is another's to read."""
+        """Make `wait` return when this socket is readable; the caller reads it."""
         self._poller.register(socket, zmq.POLLIN)
 
     def unwatch(self, socket: zmq.Socket[bytes]) -> None:
         self._poller.unregister(socket)
 
     def rest(self, seconds: float) -> bool:
-        """Wait for bytes of a peer that has not joined, or for `wake`; returns whether there are any."""
+        """Wait `seconds`, or until a peer that has not joined sends bytes; returns whether one did."""
         return bool(self._at_rest.poll(int(seconds * 1000)))
 
     def wake(self) -> None:
         """Make `wait` return; from any thread."""
-        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: no thread waits
-            self._bell.send(b"!")
+        with contextlib.suppress(OSError):  # full: a wake-up is pending; closed: no thread waits
+            self._wake_send.send(b"!")
 
     def receive(self) -> Incoming | None:
-        """The next message; None when there is none.
+        """Receive the next message; None if none is pending.
 
-        Of one with too many frames the first too many come. The rest is dropped, some in each call,
-        which then returns no frames: the frames of one message come before all other messages.
+        A message with too many frames is returned with one frame more than allowed. Its other frames are
+        dropped by the next calls, which return an empty message: ZeroMQ delivers all frames of a message
+        before the next one.
         """
         if self._surplus_of is not None:
             self._drop_surplus(self._surplus_of)
@@ -216,34 +216,34 @@ class Sockets:
             if not self._router.recv(NOW, copy=False).more:
                 self._surplus_of = None
                 return
-        self._watch.end(connection.route or b"")  # not a mistake of its sender
+        self._watch.end(connection.route or b"")  # this many are not an accident
 
     def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
-        """The connection of this frame, which is not surely known. This takes longer than the rest."""
-        self._see_changes()  # it may be news that there is one
+        """Find the connection of this frame if its name is not certain. This is the slow path."""
+        self._see_changes()  # it may be new
         peer = None
         if self._doorkeeper is not None:
             peer = peer_of(frame)
-            if not self._doorkeeper.knows_key_of(frame):  # it waited while this was replaced
+            if not self._doorkeeper.knows_key_of(frame):  # its key was replaced while it was queued
                 return Connection(None, route, peer, is_ended=True)
         try:
             number = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
-            # A peer of ZMTP 1, as a request of HTTP looks to ZeroMQ: it does not say which connection.
+            # A ZMTP 1 peer (ZeroMQ takes an HTTP request for one) has no descriptor.
             number = -1
         return self._watch.name(route, number, peer)
 
     def send(self, route: bytes, frames: list[Any], chunk: Piece | None = None) -> bool:
-        """False when the connection does not exist any more.
+        """Send a message; returns False if the connection no longer exists.
 
-        The buffer of a chunk is never written again, so it is sent from where it lies.
+        The buffer of a chunk is never modified, so it is sent without a copy.
         """
         try:
             self._router.send(route, ROUTE_FLAGS)
             for frame in frames[:-1]:
                 self._router.send(frame, MORE)
             self._router.send(frames[-1], copy=chunk is None)
-        except zmq.Again:  # it reads nothing
+        except zmq.Again:  # the peer does not read
             self.shut(route)
             return False
         except zmq.ZMQError:
@@ -258,27 +258,27 @@ class Sockets:
         return True
 
     def publish(self, message: bytes) -> None:
-        """To all subscribers."""
+        """Send a message to all subscribers of the feed."""
         self._pub.send(message)
 
     # Connections.
 
     def lost_a_connection(self) -> bool:
-        """Has a connection of the ROUTER been closed since this was asked last?"""
+        """Whether a connection of the ROUTER was closed since the last call."""
         lost, self._has_lost = self._has_lost, False
         return lost
 
     @property
     def next_look(self) -> float:
-        """When `look` wants to be called, on its clock."""
+        """When to call `look` next, on its clock."""
         return min(self._watch.next_look, self._readers.next_look)
 
     def look(self, members: Container[bytes], now: float) -> list[str]:
-        """End the connections that cost too much; returns a sentence for each.
+        """Close the connections that exceed a limit; returns a sentence for each.
 
-        `members` has the routes of all who have joined.
+        `members` has the routes of all peers that have joined.
         """
-        self._readers.has_received_all()  # ZeroMQ itself reads what they say
+        self._readers.has_received_all()  # ZeroMQ itself reads subscriptions
         return [*self._watch.look(members, now), *self._readers.look((), now)]
 
     def _see_changes(self) -> None:
@@ -288,24 +288,24 @@ class Sockets:
                     break
                 event: Any = parse_monitor_message(monitor.recv_multipart())
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    with contextlib.suppress(OSError):  # it is gone again
+                    with contextlib.suppress(OSError):  # closed again
                         watch.opened(event["value"], Descriptor(event["value"]))
                 else:
                     watch.closed(event["value"])
                     self._has_lost |= watch is self._watch
 
     def shut(self, route: bytes) -> None:
-        """End a connection of the ROUTER."""
+        """Close a connection of the ROUTER."""
         self._watch.end(route)
 
     def lets_in(self, peer: Peer | None) -> bool:
-        """May the sender of a message still send? It may have waited while its key was taken back."""
+        """Whether a sender is still allowed: its key may have been revoked while its message waited."""
         return self._doorkeeper is None or (peer is not None and self._doorkeeper.lets_in(peer))
 
     def changed_keys(self, now: float) -> Changes | None:
-        """What became of the keys; None where none are asked for, or nothing has changed.
+        """Changes of the key folder; None if nothing changed or no keys are required.
 
-        Whose key is revoked is not connected any more when this returns.
+        Connections of revoked keys are closed when this returns.
         """
         changes = None if self._doorkeeper is None else self._doorkeeper.look(now)
         if changes is not None and changes.revoked:
@@ -315,45 +315,45 @@ class Sockets:
         return changes
 
     def close(self) -> None:
-        """Send what is left, for at most a second, and close."""
+        """Send queued messages for at most a second, and close."""
         self._router.disable_monitor()
         self._pub.disable_monitor()
-        self._alarm.close()
-        self._bell.close()
+        self._wake_recv.close()
+        self._wake_send.close()
         self._context.destroy(linger=LINGER_MS)
 
     def _bound(self, kind: int, address: str, option: str) -> zmq.Socket[Any]:
-        """A new socket of this kind that listens there."""
+        """Create a socket of this kind and bind it to this address."""
         made: zmq.Socket[Any] = self._context.socket(kind)
         made.linger = LINGER_MS
         made.set(zmq.TCP_KEEPALIVE, 1)
         made.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
         made.set(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_MS)
-        # Connections that the system keeps until ZeroMQ takes them.
+        # Connections that the kernel queues until ZeroMQ accepts them.
         made.set(zmq.BACKLOG, 2 * self._most_strangers)
         made.set(zmq.RCVHWM, UNREAD_KEPT)
         if self._doorkeeper is not None:
             self._doorkeeper.guard(made)
         if kind == zmq.PUB:
-            # Kept for a subscriber that does not read: snapshots, of 150 kB with 500 workers.
+            # Snapshots queued for a slow subscriber: 150 kB each with 500 workers.
             made.set(zmq.SNDHWM, SNAPSHOTS_KEPT)
             made.set(zmq.MAXMSGSIZE, LONGEST_SUBSCRIPTION)
         if kind == zmq.ROUTER:
-            # Without it a message to a peer that is gone or full is dropped in silence.
+            # Without it a message to a disconnected or unresponsive peer is dropped silently.
             made.set(zmq.ROUTER_MANDATORY, 1)
             made.set(zmq.SNDHWM, self._answers_kept)
-            # ZeroMQ compares the size on the wire.
+            # ZeroMQ checks the size on the wire.
             made.set(
                 zmq.MAXMSGSIZE,
                 MAX_BUFFER_BYTES + (CURVE_ADDS if self._doorkeeper is not None else 0),
             )
         scheme, _, rest = address.partition("://")
         if scheme == "ipc" and _is_served(rest):
-            # ZeroMQ would put its own file in the place of this one, unnoticed.
+            # ZeroMQ would silently replace the socket file of the other process.
             made.close(linger=0)
             raise UsageError(
-                f"--{option} {address} cannot be bound: something answers there; stop it or choose "
-                "another path."
+                f"--{option} {address} cannot be bound: another process listens there; stop it or "
+                "choose another path."
             )
         try:
             host, _, port = rest.rpartition(":")
@@ -366,7 +366,7 @@ class Sockets:
         except zmq.ZMQError as error:
             made.close(linger=0)
             if error.errno == zmq.EADDRINUSE:
-                why = "something else listens there; stop it or choose another port (* picks one)"
+                why = "another process listens there; stop it or choose another port (* picks one)"
             else:
                 why = str(error)
             raise UsageError(f"--{option} {address} cannot be bound: {why}.") from None
@@ -374,7 +374,7 @@ class Sockets:
 
 
 def _is_served(path: str) -> bool:
-    """Whether a process listens at this socket file. One of a killed process is stale."""
+    """Whether a process listens at this socket file; a killed process leaves its file behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

@@ -1,8 +1,8 @@
-"""Intake: delivers received messages, those of unauthenticated peers within a share of the time.
+"""A queue that limits the time spent on messages of peers that have not joined.
 
-Any peer may send a `join` that takes 5 ms to read, or ask for the status at any rate. All peers that
-have not joined get a tenth of the loop's time together, and what members and tensor work leave.
-Messages beyond that wait here; a peer that sends more than may wait is disconnected.
+Any peer may send a `join` that takes 5 ms to read, or request the status as often as it likes. Together
+such peers get a tenth of the loop's time, plus its idle time. Messages above that wait in this queue;
+when it is full, the peer with the most queued bytes is disconnected.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from diloco_broker.shell.sockets import Incoming
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAY_BE_LONG, SHORT
 
-# Of the time that passes, and what may have been saved of it, seconds: a hundred workers join at once.
+# Share of the loop's time, and the seconds of it that may accumulate: enough for 100 simultaneous joins.
 SHARE = 0.1
 SAVED_AT_MOST_S = 0.5
-# Messages that wait, and their bytes: four descriptions of 8 MiB at once, and room for others.
+# Limits of the queue, messages and bytes: four descriptions of 8 MiB at once, and some others.
 ROOM = 1024
 ROOM_BYTES = 48 << 20
-# What a message costs besides its bytes.
+# Overhead of a queued message, bytes.
 A_MESSAGE = 1 << 10
 
 
 class Strangers:
-    """Waiting messages of unauthenticated peers, and their share. Times are of a monotonic clock."""
+    """Deferred messages of peers that have not joined. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._waiting: deque[Incoming] = deque()
-        self._bytes: Counter[bytes] = Counter()  # of what waits, by route
+        self._bytes: Counter[bytes] = Counter()  # queued bytes by route
         self._saved_s = SAVED_AT_MOST_S
         self._saved_at = 0.0
 
@@ -38,7 +38,7 @@ class Strangers:
         return bool(self._waiting)
 
     def has_time(self, now: float) -> bool:
-        """Is there something left of their share?"""
+        """Whether part of their time share is left."""
         earned_s = max(0.0, now - self._saved_at) * SHARE
         self._saved_s = min(SAVED_AT_MOST_S, self._saved_s + earned_s)
         self._saved_at = now
@@ -48,13 +48,13 @@ class Strangers:
         self._saved_s -= seconds
 
     def comes_later(self, message: Incoming, now: float) -> bool:
-        """Does this one have to wait? Those of one connection stay in order."""
-        if not message.is_of_stranger:  # or it was, when what it sent before came
+        """Whether this message must be queued; messages of one connection stay in order."""
+        if not message.is_of_stranger:  # its peer joined after it sent the queued ones
             return message.route in self._bytes
         return bool(self._waiting) or not self.has_time(now)
 
     def put_off(self, message: Incoming) -> bytes | None:
-        """Queue it. Returns the route to disconnect if the queue is full: that with the most bytes."""
+        """Queue a message. If the queue is full, returns the route with most bytes, to disconnect."""
         self._waiting.append(message)
         self._bytes[message.route] += _size(message)
         if len(self._waiting) <= ROOM and self._bytes.total() <= ROOM_BYTES:

@@ -1,4 +1,4 @@
-"""What the system knows of a TCP connection of ZeroMQ, which tells nothing of its queues."""
+"""Reads the kernel's counters of a TCP connection of ZeroMQ, which does not expose its queues."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if sys.platform == "linux":
     import fcntl
     import termios
 
-# struct tcp_info of Linux 4.1 and later: two counters of 64 bits, in bytes.
+# Two 64-bit counters in struct tcp_info (Linux 4.1 and later), and their offset in bytes.
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_AT = 120
-_SIZE = _COUNTERS_AT + _COUNTERS.size
-# To end a connection at once, however much of it has not been sent.
+# struct linger: close at once, and discard unsent data.
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
-class TcpFigures(NamedTuple):
-    """Bytes since the connection was made.
+@dataclass(frozen=True)
+class TcpFigures:
+    """Byte counts of a connection.
 
     Attributes:
-        taken: what ZeroMQ has read of it.
-        delivered: what the other side has acknowledged.
-        unsent: what the system holds, to be sent or to be acknowledged.
+        taken: bytes that ZeroMQ has read from it.
+        delivered: bytes that the peer has acknowledged.
+        unsent: bytes in the kernel's send queue, unsent or unacknowledged.
     """
 
     taken: int
@@ -36,9 +36,9 @@ class TcpFigures(NamedTuple):
 
 
 class Descriptor:
-    """A connection by its file descriptor, and by what tells it from a later one of the same number.
+    """A connection, identified by its file descriptor and inode, because numbers are reused.
 
-    Nothing here needs another descriptor: they may have run out.
+    No method opens another descriptor: they may have run out.
 
     Raises:
         OSError: the connection does not exist (any more).
@@ -49,7 +49,7 @@ class Descriptor:
         self._inode = os.fstat(number).st_ino
 
     def figures(self) -> TcpFigures | None:
-        """None where the connection is gone, or this system does not count."""
+        """The byte counts; None if the connection is closed, or this system does not count bytes."""
         if sys.platform != "linux":
             return None
         # Hundreds of connections are asked several times a second.
@@ -66,24 +66,25 @@ class Descriptor:
             return None
 
     def shut(self) -> None:
-        """End the connection; ZeroMQ notices at once, and frees what it holds of it."""
-        with contextlib.suppress(OSError):
-            borrowed = self._borrow()
-            try:
-                borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
-                borrowed.shutdown(socket.SHUT_RDWR)
-            finally:
-                borrowed.detach()
+        """Close the connection; ZeroMQ notices at once, and frees its buffers."""
+        with contextlib.suppress(OSError), self._borrowed() as borrowed:
+            borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            borrowed.shutdown(socket.SHUT_RDWR)
 
-    def _borrow(self) -> socket.socket:
-        """The connection as a socket, to be detached: it stays ZeroMQ's to close.
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[socket.socket]:
+        """The connection as a socket; ZeroMQ still owns and closes it.
 
-        Raises OSError once ZeroMQ has closed it, also where the number is in use again.
+        Raises OSError once ZeroMQ has closed it, also if its number is in use again.
         """
         if os.fstat(self.number).st_ino != self._inode:
-            raise OSError("another connection has this number now")
-        # With all of this said the system is asked for none of it. The family plays no part.
-        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.number)
+            raise OSError(f"descriptor {self.number} belongs to another connection now")
+        # Explicit arguments avoid system calls to query them. The family does not matter.
+        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.number)
+        try:
+            yield found
+        finally:
+            found.detach()
 
     def _queued(self, which: int) -> int:
         return int.from_bytes(fcntl.ioctl(self.number, which, bytes(4)), sys.byteorder)

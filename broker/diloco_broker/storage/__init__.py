@@ -1,1 +1,1 @@
-"""What the broker keeps on disk: checkpoints, model files, history, audit log."""
+"""The broker's files: checkpoints, model files, keys, history, audit log, tapes."""

@@ -1,8 +1,8 @@
-"""The audit log: one line of JSON for each version, written before anybody is told of the version.
+"""The audit log: one line of JSON for each version, written before the version is released.
 
-Whoever wants to know that no contribution was counted twice or lost needs nothing but these lines and
-the workers' own logs. A broker that was killed may leave lines of versions that no worker ever got; the
-history of a version is found by following `after`.
+These lines and the workers' own logs suffice to verify that no contribution was counted twice or lost. A
+killed broker may leave lines of versions that no worker received; follow `after` for the history of a
+version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diloco_protocol.version import as_hex
 
 
 class AuditLog:
-    """Appends to a file, each line at once; raises UsageError where it cannot be written."""
+    """Appends to a file without buffering; raises UsageError if it cannot be written."""
 
     def __init__(self, path: Path, epoch: str) -> None:
         self._epoch = epoch
@@ -26,13 +26,13 @@ class AuditLog:
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - kept open
         except OSError as error:
             raise UsageError(f"--audit {path} cannot be written: {error.strerror}.") from None
-        # The last line may be one that a crash has cut.
+        # A crash may have truncated the last line.
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(size - 1, 0))
         self._is_cut = self._file.read(1) not in (b"", b"\n")
 
     def add(self, audit: RecordVersion) -> None:
-        """One version. Raises OSError when the disk is full."""
+        """Append the line of one version. Raises OSError, for example if the disk is full."""
         line = {
             "version": audit.version.plain(),
             "after": None if audit.after is None else audit.after.plain(),
@@ -50,12 +50,12 @@ class AuditLog:
                 for each in audit.pushes
             ],
         }
-        whole = b"\n" * self._is_cut + json.dumps(line).encode() + b"\n"
+        data = b"\n" * self._is_cut + json.dumps(line).encode() + b"\n"
         size = os.fstat(self._file.fileno()).st_size
         try:
-            written = self._file.write(whole)
-            while written < len(whole):
-                written += self._file.write(whole[written:])
+            written = self._file.write(data)
+            while written < len(data):
+                written += self._file.write(data[written:])
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.truncate(size)

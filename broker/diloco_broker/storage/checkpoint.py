@@ -1,22 +1,22 @@
-"""Checkpoints on disk: there whole or not at all, found again, and not believed unless they are sound.
+"""Writes checkpoints atomically, and finds, verifies and reads them.
 
 A checkpoint is a folder:
 
-    checkpoint-0003-000000000412/    the third life of the broker; 412 is the number of the next round
+    checkpoint-0003-000000000412/    written by the broker's third incarnation, before round 412
         fragment-0.safetensors       parameters, buffers, integers, and the outer optimizer's state
         ...
         checkpoint.json              everything else, with size and SHA-256 of each file
 
-The newest is the one that was written last: of the last life, and in it the one with the highest
-number. (A run that was rewound has lower numbers than it had before.) When something else than the next
-round has changed since, or the existing one was damaged, `-2` is added to the name.
+The newest is the last one written: that of the latest incarnation with the highest round. (A run that
+was rewound has lower rounds than before.) If a different or damaged checkpoint has the name already,
+`-2` is appended.
 
-A checkpoint is written beside its place under a name that begins with a dot, each file is flushed to
-the disk, and then the folder is renamed. A fragment that is what it was in the last checkpoint is a hard
-link to the file that is there already.
+A checkpoint is written to a folder whose name begins with a dot, each file is flushed to the disk, and
+then the folder is renamed. A fragment that has not changed since the previous checkpoint is a hard link
+to its file there.
 
-Nothing in here runs in the broker's loop. What is saved never changes (see `Checkpoint`) and is written
-chunk by chunk, so no copy of the model is made for it.
+This code does not run in the broker's loop. A `Checkpoint` is immutable and is written chunk by chunk,
+so saving does not copy the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.records import to_plain
 
 MANIFEST = "checkpoint.json"
-PIECE_BYTES = 1 << 20  # read at a time for a checksum
+PIECE_BYTES = 1 << 20  # read at a time to compute a checksum
 NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})(?:-(\d+))?")
 FILE = re.compile(r"fragment-\d+\.safetensors")
 # A model of 50,000 tensors takes 20 MB.
@@ -48,11 +48,11 @@ MOST_JSON_BYTES = 64 << 20
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be used; the sentence says which and why."""
+    """A checkpoint cannot be used; the message says which and why."""
 
 
 class NotPermitted(Damaged):
-    """This user may not read a checkpoint, which may well be sound."""
+    """This user may not read a checkpoint, which may be intact."""
 
 
 def _unreadable(path: Path, error: OSError) -> Damaged:
@@ -61,10 +61,10 @@ def _unreadable(path: Path, error: OSError) -> Damaged:
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str] = ()) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep` of the run and those `spared`, by name.
-    Returns its path.
+    """Write a checkpoint, and return its path.
 
-    Raises OSError where that cannot be written; existing checkpoints are untouched.
+    Removes all checkpoints of the run except the newest `keep` and those named in `spared`. Raises
+    OSError if it cannot be written; earlier checkpoints are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = name = folder / f"checkpoint-{checkpoint.life:04d}-{checkpoint.number:012d}"
@@ -72,7 +72,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str]
     while place.exists():
         if _has(place, checkpoint):
             return place
-        again += 1  # never in the place of one that is there: a kill in between would lose both
+        again += 1  # never replace an existing one: a kill in between would lose both
         place = name.with_name(f"{name.name}-{again}")
     before = _newest_manifest(folder)
     aside = folder / f".{place.name}.{os.getpid()}"
@@ -95,7 +95,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str]
 
 
 def _has(place: Path, checkpoint: Checkpoint) -> bool:
-    """Whether this very checkpoint is there, sound: then it is not written again, and is never away."""
+    """Whether this folder is an intact copy of this checkpoint, which need not be written again."""
     try:
         plain = read_manifest(place)
         check_files(place, plain)
@@ -106,13 +106,13 @@ def _has(place: Path, checkpoint: Checkpoint) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what brokers that were killed have left half written; for the one that has the folder."""
+    """Remove partial checkpoints of killed brokers; only for the holder of the folder's lock."""
     for path in folder.glob(".checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def retire(folder: Path, run: str, keep: int, spared: Container[str] = ()) -> None:
-    """Remove old checkpoints. Those of other runs are kept, and damaged ones belong to no run."""
+    """Remove old checkpoints of this run; damaged ones and those of other runs are kept."""
     left = keep
     for path in found(folder):
         try:
@@ -127,7 +127,7 @@ def retire(folder: Path, run: str, keep: int, spared: Container[str] = ()) -> No
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first: a kill in between leaves nothing that looks like a checkpoint."""
+    """Rename the folder first, so that a kill in between does not leave a partial checkpoint."""
     gone = path.with_name(f".{path.name}.gone")
     with contextlib.suppress(OSError):
         path.rename(gone)
@@ -135,14 +135,16 @@ def _remove(path: Path) -> None:
 
 
 def life_of(path: Path) -> int:
-    """The life of the broker that wrote a checkpoint, by its name."""
+    """The number of the incarnation that wrote a checkpoint, from its name."""
     found = NAME.fullmatch(path.name)
     return int(found[1]) if found else 0
 
 
 def at(place: Path) -> list[Path]:
-    """The checkpoint at this place, given by its folder or its manifest, or those in this folder; raises
-    UsageError where the place may not be read."""
+    """The checkpoint at this path (its folder or manifest), or all checkpoints in this folder.
+
+    Raises UsageError if the path cannot be read.
+    """
     if place.name == MANIFEST:
         place = place.parent
     try:
@@ -152,7 +154,7 @@ def at(place: Path) -> list[Path]:
 
 
 def found(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first, sound or not."""
+    """The checkpoints in a folder, newest first, including damaged ones."""
     if not folder.is_dir():
         return []
     named = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -161,7 +163,7 @@ def found(folder: Path) -> list[Path]:
 
 
 def saved_at(path: Path) -> float | None:
-    """When a checkpoint was written, seconds since 1970; None where the file system does not say."""
+    """When a checkpoint was written, seconds since 1970; None if unknown."""
     try:
         return (path / MANIFEST).stat().st_mtime
     except OSError:
@@ -196,23 +198,23 @@ def load_record(path: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def as_damaged(path: Path) -> Iterator[None]:
-    """Within it, what a file that is not ours raises when it is read becomes Damaged.
+    """Convert errors of reading a malformed file to Damaged.
 
-    Not so a lack of memory or of descriptors, and errors of the disk: the file may well be sound.
+    Errors of memory, descriptors or the disk pass through: the file may be intact.
     """
     try:
         yield
-    except (Damaged, MemoryError, OSError):  # the last two are this machine's trouble
+    except (Damaged, MemoryError, OSError):  # the last two are problems of this machine
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and "memory" in str(error):  # as torch says it
+        if isinstance(error, RuntimeError) and "memory" in str(error):  # raised by torch
             raise MemoryError(str(error)) from error
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
 
 
 def check_files(path: Path, plain: Mapping[str, Any]) -> None:
-    """Compare size and sum of each file with what a checkpoint's manifest says; raises Damaged."""
-    for name, told in plain["files"].items():
+    """Compare size and checksum of each file with the manifest; raises Damaged."""
+    for name, expected in plain["files"].items():
         if not FILE.fullmatch(name):
             raise Damaged(
                 f"{path / MANIFEST} names {name!r:.80}, which is not a file of a checkpoint."
@@ -220,32 +222,32 @@ def check_files(path: Path, plain: Mapping[str, Any]) -> None:
         total = hashlib.sha256()
         try:
             with opened(path / name) as file:
-                is_so_long = os.fstat(file.fileno()).st_size == told["bytes"]
-                while is_so_long and (piece := file.read(PIECE_BYTES)):
+                has_size = os.fstat(file.fileno()).st_size == expected["bytes"]
+                while has_size and (piece := file.read(PIECE_BYTES)):
                     total.update(piece)
         except OSError as error:
             raise _unreadable(path / name, error) from None
-        if not is_so_long or total.hexdigest() != told["sha256"]:
+        if not has_size or total.hexdigest() != expected["sha256"]:
             raise Damaged(f"{path / name} is damaged: its size or checksum differs.")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The JSON of a checkpoint, its own sum checked; raises Damaged."""
+    """Read the manifest of a checkpoint, and verify its checksum; raises Damaged."""
     try:
         with opened(path / MANIFEST) as file:
             text = file.read(MOST_JSON_BYTES + 1)
         if len(text) > MOST_JSON_BYTES:
             raise ValueError(f"more than {MOST_JSON_BYTES} bytes")
-        whole = json.loads(text)
-        body, told = whole["checkpoint"], whole["sha256"]
+        document = json.loads(text)
+        body, expected = document["checkpoint"], document["sha256"]
         body.items()
     except FileNotFoundError:
         raise Damaged(f"{path} has no {MANIFEST}.") from None
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path / MANIFEST} cannot be understood ({error!r:.200}).") from None
-    if _sum_of(body) != told:
+        raise Damaged(f"{path / MANIFEST} cannot be parsed ({error!r:.200}).") from None
+    if _sum_of(body) != expected:
         raise Damaged(f"{path / MANIFEST} is damaged: its checksum differs.")
     if body.get("format") != FORMAT:
         raise Damaged(f"{path} has format {body.get('format')}, this release reads {FORMAT}.")
@@ -253,9 +255,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def opened(path: Path, *, follow: bool = True) -> BinaryIO:
-    """A file to read; without `follow` no symbolic link is one.
+    """Open a regular file for reading; without `follow`, symbolic links are rejected.
 
-    Raises OSError where it is none: reading a pipe or a device might never end.
+    Raises OSError for any other kind of file: reading a pipe or a device might never end.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
@@ -284,15 +286,15 @@ def _file_name(fragment: int) -> str:
 def _save_fragment(
     fragment: int, checkpoint: Checkpoint, *, to: Path, before: tuple[Path, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Write one fragment, or link to the file that has it in `before`, which was written last."""
+    """Write one fragment, or link to its file in `before`, the previous checkpoint."""
     name = _file_name(fragment)
     if before is not None:
         path, plain = before
-        # What an earlier life has written may have come to harm since.
+        # Link only within one incarnation: older files may have been damaged since.
         is_ours = plain.get("life") == checkpoint.life
         version = to_plain(checkpoint.record.fragments[fragment].version)
         if is_ours and version == plain["fragments"].get(str(fragment), {}).get("version"):
-            with contextlib.suppress(OSError):  # another file system, or none that links
+            with contextlib.suppress(OSError):  # the file system may not support links
                 os.link(path / name, to / name)
                 return dict(plain["files"][name])
     layout = next(part for part in checkpoint.layout.all if part.fragment == fragment)
@@ -313,8 +315,8 @@ def _sum_of(body: Any) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries: without it a rename may be lost with the power."""
-    with contextlib.suppress(OSError):  # some file systems cannot
+    """Flush a folder's entries, so that a rename survives a power failure."""
+    with contextlib.suppress(OSError):  # some file systems do not support it
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

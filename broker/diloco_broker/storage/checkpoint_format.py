@@ -1,7 +1,7 @@
-"""What a checkpoint consists of, and how that is written: JSON for the record, files for the tensors.
+"""The content of a checkpoint and its file formats: JSON for the record, safetensors for the tensors.
 
-The tensors of a fragment are one safetensors file: its segments end to end, and what the outer optimizer
-remembers of its parameters. `checkpoint.json` has everything else. A `Checkpoint` never changes.
+Each fragment is one safetensors file: its segments end to end, and the state of the outer optimizer.
+`checkpoint.json` has everything else. A `Checkpoint` is immutable.
 """
 
 from __future__ import annotations
@@ -44,21 +44,23 @@ _NAMES = {torch.float32: "F32", torch.int64: "I64"}  # of dtypes in safetensors
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a broker needs to continue a run."""
+    """Everything that a broker needs to continue a run."""
 
     record: RunRecord
-    life: int  # of the broker; the first is 1
+    life: int  # number of the broker's incarnation, from 1
     num_fragments: int
     chunk_elements: int
     outer: str  # kind of the outer optimizer
     config: Mapping[str, Any]  # options of the broker, for people and for `inspect`
-    # By fragment, the frozen one last; empty where only the rest was read.
+    # By fragment, the frozen one last; empty if only the record was read.
     tensors: Mapping[int, FragmentTensors]
-    saved_at: float | None = None  # seconds since 1970, by its file; None: not known
+    saved_at: float | None = (
+        None  # modification time of the file, seconds since 1970; None: unknown
+    )
 
     @property
     def number(self) -> int:
-        """Of the round that comes next."""
+        """The number of the next round."""
         return self.record.number
 
     @property
@@ -72,7 +74,7 @@ class Checkpoint:
 
 
 class TensorStore(Protocol):
-    """What has tensors that a checkpoint takes and puts back: `Parameters`, or a test's stand-in."""
+    """The source and target of a checkpoint's tensors: `Parameters`, or a stub in tests."""
 
     def fragment_tensors(self, fragment: int) -> FragmentTensors: ...
     def wires(self, fragment: int) -> Sequence[Any]: ...
@@ -83,7 +85,7 @@ class TensorStore(Protocol):
 
 
 def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `checkpoint.json`; `files` has size and sum of each fragment's file."""
+    """The content of `checkpoint.json`; `files` has size and checksum of each fragment's file."""
     record = checkpoint.record
     fragments = {}
     for fragment, each in record.fragments.items():
@@ -101,7 +103,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
             },
             "optimizer": _plain_optimizer(tensors.optimizer),
         }
-    # What the run has of data, which hub this is where it has or had a standby, and who was gone.
+    # Data sets, the term of a broker with a standby, and absent workers.
     where_used = {
         "shards": list(record.shards),
         "data_sets": {name: to_plain(each) for name, each in record.data_sets.items()},
@@ -131,7 +133,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
-    """What `checkpoint.json` says. Raises ValueError, or whatever reading what is not ours may raise."""
+    """Read a checkpoint's record from its JSON. Raises ValueError or other errors if it is malformed."""
     found = Checkpoint(
         record=RunRecord(
             run=str(plain["run"]),
@@ -170,12 +172,12 @@ def _counts(plain: Mapping[str, Any]) -> dict[str, int]:
     found = dict(plain)
     for name, count in found.items():
         if type(count) is not int or not 0 <= count < 1 << 63:
-            raise ValueError(f"{name} is {count!r:.40}, not a count")
+            raise ValueError(f"{name} must be a count, got {count!r:.40}")
     return found
 
 
 def _check(found: Checkpoint) -> None:
-    """Raise ValueError, or ProtocolError, for what no broker has written: nothing is made by it then."""
+    """Raise ValueError or ProtocolError for a record that no broker writes, before using it."""
     record, pieces = found.record, found.num_fragments
     problems = record.manifest.problems()
     if problems:
@@ -195,11 +197,11 @@ def _check(found: Checkpoint) -> None:
             raise ValueError(f"{each.version!r:.100} is not a version of run {record.run!r:.40}")
         numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
     if not all(0 <= number < 1 << 64 for number in numbers):
-        raise ValueError("a count that no run comes to")
+        raise ValueError("a count is out of range")
     for name, data in record.data_sets.items():
         fits = data.size > 0 and Spans.read(data.uncounted, None).stop <= data.next < LARGEST
         if not is_data_set_name(name) or not fits:
-            raise ValueError(f"{name!r:.80} is not a data set")
+            raise ValueError(f"{name!r:.80} is not a valid data set")
     names = (*record.workers, *record.shards, *record.left, *record.missing)
     wrong = [name for name in names if not is_worker_id(name)]
     if wrong:
@@ -218,7 +220,7 @@ def _fragment_record(plain: Mapping[str, Any]) -> FragmentRecord:
 
 
 def _plain_optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A torch optimizer's state without its tensors, which are in the file, by their shapes."""
+    """A torch optimizer's state with shapes instead of its tensors, which the fragment's file has."""
     if state is None:
         return None
     values = {
@@ -240,8 +242,8 @@ def save_tensors(path: Path, layout: FragmentLayout, fragment: FragmentTensors) 
     """Write the file of one fragment and flush it to the disk. Returns size in bytes and SHA-256.
 
     The format is eight bytes of header length, a JSON header, and the tensors' bytes end to end
-    (github.com/huggingface/safetensors, "Format"). The library writes tensors that lie in memory whole;
-    ours lie in chunks, so writing them with it would need another copy of the model.
+    (github.com/huggingface/safetensors, "Format"). The library writes contiguous tensors; ours are in
+    chunks, so using it would need another copy of the model.
     """
     header: dict[str, object] = {}
     offset = 0
@@ -252,7 +254,7 @@ def save_tensors(path: Path, layout: FragmentLayout, fragment: FragmentTensors) 
         header[name] = {"dtype": _NAMES[dtype], "shape": [elements], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin on a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # align the tensors to eight bytes
     total = hashlib.sha256()
     with open(path, "xb") as file:
         for piece in _pieces(text, tensors.values()):
@@ -273,7 +275,7 @@ def _pieces(text: bytes, tensors: Iterable[Sequence[Tensor]]) -> Iterable[bytes 
 def _tensors_of_file(
     layout: FragmentLayout, fragment: FragmentTensors
 ) -> dict[str, Sequence[Tensor]]:
-    """The segments of a fragment and the outer state of its parameters, each in one chunk or more."""
+    """The segments of a fragment and the state of its outer optimizer, each as a list of chunks."""
     tensors: dict[str, Sequence[Tensor]] = {}
     for segment in Segment:
         chunks = [fragment.chunks[span.index] for span in layout.spans if span.segment is segment]
@@ -292,9 +294,9 @@ def _tensors_of_file(
 
 
 def load_tensors(path: Path, layout: FragmentLayout, plain: Mapping[str, Any]) -> FragmentTensors:
-    """Read the file of one fragment, each chunk into memory of its own; `plain` is its part of the JSON.
+    """Read the file of one fragment, each chunk into its own memory; `plain` is its part of the JSON.
 
-    Raises ValueError, or what the library raises, where it does not hold what the layout says.
+    Raises ValueError, or an error of the library, if the file does not match the layout.
     """
     with safe_open(path, framework="pt") as file:
         segments = {s: file.get_tensor(s.value) for s in Segment if layout.lengths[s]}
@@ -306,30 +308,31 @@ def load_tensors(path: Path, layout: FragmentLayout, plain: Mapping[str, Any]) -
         chunks = [segments[s.segment][s.start : s.stop].clone() for s in layout.spans]
         outer = {}
         for name, known in plain["outer"].items():
-            whole = file.get_tensor(f"outer.{name}") if any(known) else torch.empty(0)
-            outer[name] = _split(whole, layout, known)
+            joined = file.get_tensor(f"outer.{name}") if any(known) else torch.empty(0)
+            outer[name] = _split(joined, layout, known)
         optimizer = _load_optimizer(file, plain["optimizer"])
     return FragmentTensors(chunks, outer, optimizer)
 
 
-def _split(whole: Tensor, layout: FragmentLayout, known: Sequence[bool]) -> list[Tensor | None]:
-    """The outer state of each chunk, from those that had one end to end."""
+def _split(joined: Tensor, layout: FragmentLayout, known: Sequence[bool]) -> list[Tensor | None]:
+    """Split the outer state by chunk; `known` says which chunks have one."""
     found: list[Tensor | None] = []
     start = 0
     for span, is_known in zip(layout.spans, known, strict=True):
         stop = start + span.elements if is_known else start
-        found.append(whole[start:stop].clone() if is_known else None)
+        found.append(joined[start:stop].clone() if is_known else None)
         start = stop
-    if whole.numel() != start or whole.dtype != torch.float32:
-        raise ValueError(f"{whole.numel()} of {start} elements of the outer state")
+    if joined.numel() != start or joined.dtype != torch.float32:
+        raise ValueError(f"{joined.numel()} of {start} elements of the outer state")
     return found
 
 
-def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if told is None:
+def _load_optimizer(file: Any, plain: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Read a torch optimizer's state; `plain` is its part of the JSON."""
+    if plain is None:
         return None
     state: dict[int, dict[str, Any]] = {}
-    for number, values in told["state"].items():
+    for number, values in plain["state"].items():
         state[int(number)] = {}
         for name, value in values.items():
             if "shape" in value:
@@ -340,4 +343,4 @@ def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any]
                 state[int(number)][name] = flat.reshape(value["shape"]).to(dtype).clone()
             else:
                 state[int(number)][name] = value["value"]
-    return {"state": state, "param_groups": told["param_groups"]}
+    return {"state": state, "param_groups": plain["param_groups"]}

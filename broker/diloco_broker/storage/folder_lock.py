@@ -1,6 +1,6 @@
-"""The folder of a run: one broker at a time saves there, and `--fresh` moves it aside.
+"""Locks the folder of a run for one broker, and moves the folder aside for `--fresh`.
 
-Two brokers that save to one folder would each remove what the other keeps.
+Two brokers that save to one folder would remove each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from diloco_protocol.errors import UsageError
 logger = logging.getLogger("diloco.broker")
 
 LOCK = ".lock"
-# Besides checkpoints, what shows that a broker has saved a run in a folder.
+# Files besides checkpoints that show that a broker has saved a run in a folder.
 RUN_FILES = (HISTORY, ACTIONS)
-# Errors that last until a person changes the folder or its permissions. Any other, such as a full disk,
-# may pass while the run goes on.
+# Errors that last until a person changes the folder or its permissions. Others, such as a full disk, may
+# pass during the run.
 LASTING = (
     errno.EACCES,
     errno.EPERM,
@@ -36,18 +36,18 @@ LASTING = (
     errno.ELOOP,
     errno.ENOENT,
 )
-# What flock says when another process has the lock. Anything else means that there are no locks.
+# Errors of flock if another process holds the lock. Any other error means that locks are unsupported.
 TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
-    """Holds a folder from the start on; on a full disk, from the first moment it can be written.
+    """Holds the lock of a folder from construction on; on a full disk, from the first successful write.
 
-    The lock ends with the process, however it ends.
+    The system releases the lock when the process ends, even if it is killed.
 
     Raises:
-        UsageError: another broker has the folder, the lock belongs to another user, or this user cannot
-            write there.
+        UsageError: another broker holds the lock, the lock file belongs to another user, or this user
+            cannot write to the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,25 +58,25 @@ class FolderLock:
         except OSError as error:
             if error.errno in LASTING:
                 raise UsageError(self._why_not(error)) from None
-            text = "%s cannot be written: %s. There will be no checkpoints until it can."
+            text = "%s cannot be written: %s. No checkpoints are saved until it can."
             logger.warning(text, folder, error.strerror)
 
     def _why_not(self, error: OSError) -> str:
         if self.folder.exists() and not self.folder.is_dir():
             return f"--save-dir is {self.folder}, which is a file; give a folder."
         return (
-            f"--save-dir {self.folder} cannot be written: {error.strerror}; give a folder that this "
-            "user may write in."
+            f"--save-dir {self.folder} cannot be written: {error.strerror}; give a folder that is "
+            "writable by this user."
         )
 
     def set_aside(self) -> Path | None:
         """Rename the folder if it holds a run, and lock a new one under its name.
 
-        Returns the new name of the old folder; None where there was no run.
+        Returns the new path of the old folder; None if it held no run.
 
         Raises:
-            UsageError: it cannot be renamed, or a new folder cannot be made or locked. The run is where
-                it was, or the message says where it is.
+            UsageError: it cannot be renamed, or a new folder cannot be made or locked. The run has not
+                moved, or the message says where it is.
         """
         if not any((self.folder / name).exists() for name in RUN_FILES) and not checkpoint.found(
             self.folder
@@ -104,7 +104,7 @@ class FolderLock:
             except OSError:
                 where = former
             raise UsageError(
-                f"--fresh cannot begin in a new folder {self.folder}: {why} The earlier run is in "
+                f"--fresh cannot start in a new folder {self.folder}: {why} The earlier run is in "
                 f"{where}."
             ) from None
         self.release()
@@ -112,9 +112,9 @@ class FolderLock:
         return former
 
     def _free_name(self) -> Path:
-        """A free name beside the folder: its own, and the time at which its run was last saved."""
+        """An unused path next to the folder: its name, and the time at which its run was last saved."""
         here = self.folder.resolve()
-        files = [path for path in here.iterdir() if path.name != LOCK]  # the lock is of now
+        files = [path for path in here.iterdir() if path.name != LOCK]  # the lock was just written
         written_at = max(path.stat().st_mtime for path in files)
         stem = f"{here.name}-{time.strftime('%Y-%m-%d-%H%M%S', time.localtime(written_at))}"
         endings = chain([""], (f"-{number}" for number in count(2)))
@@ -122,7 +122,7 @@ class FolderLock:
         return next(name for name in names if not name.exists())
 
     def take(self) -> None:
-        """Take the lock unless it is held already; raises UsageError as above, or OSError."""
+        """Take the lock unless this object holds it; raises UsageError as the class does, or OSError."""
         if self._file is None:
             self._file = self._opened()
             checkpoint.sweep(self.folder)
@@ -131,12 +131,12 @@ class FolderLock:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / LOCK
         try:
-            file = open(path, "a+")  # noqa: SIM115 - kept open for as long as it is locked
+            file = open(path, "a+")  # noqa: SIM115 - kept open while it is locked
         except PermissionError as error:
             if path.exists():
                 raise UsageError(
-                    f"{path} cannot be opened: {error.strerror}. A broker of another user saves there, "
-                    "or did; give this one another --save-dir, or remove the file if none is running."
+                    f"{path} cannot be opened: {error.strerror}. A broker of another user saves or has "
+                    "saved there; give another --save-dir, or remove the file if no broker is running."
                 ) from None
             raise
         try:
@@ -147,7 +147,7 @@ class FolderLock:
                 holder = file.read().strip() or "unknown"
                 file.close()
                 raise UsageError(
-                    f"Another broker (process {holder}) saves to {self.folder}; give this one another "
+                    f"Another broker (process {holder}) saves to {self.folder}; give another "
                     "--save-dir."
                 ) from None
             logger.warning(
@@ -155,7 +155,7 @@ class FolderLock:
                 self.folder,
                 error.strerror,
             )
-        # For the sentence above; a full disk takes nothing from the lock.
+        # The process id is for the message above; the lock holds even if the disk is full.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), str(os.getpid()).encode())

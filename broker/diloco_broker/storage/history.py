@@ -1,9 +1,9 @@
-"""What happened in a run, as lines of JSON beside its checkpoints: rounds, events, operators' actions.
+"""Writes the history of a run as lines of JSON: rounds, events, operators' actions.
 
-`history.jsonl` has one line for each closed round and each event; it is bounded: once it is large it
-becomes `history.1.jsonl`, in the place of the one before. `control.jsonl` has what operators did, is
-short, and is only ever appended to. Both are written by a helper thread, since a disk that hangs must
-not hold a round up. A disk that is full costs lines, which are counted, and nothing else.
+`history.jsonl` has one line for each closed round and each event. Its size is bounded: once it is large
+it is renamed to `history.1.jsonl`, replacing an earlier one. `control.jsonl` has operators' actions; it
+stays short and is only appended to. A background thread writes both, because a slow disk must not delay
+a round. Lines that do not fit on a full disk are lost and counted.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ FORMER = "history.1.jsonl"
 ACTIONS = "control.jsonl"
 LONGEST_FILE = 16 << 20  # bytes
 LINES_WAITING = 10_000
-# How long the end of a broker waits for the last lines.
+# Seconds to wait for the last lines when the broker stops.
 FINISH_WITHIN_S = 5.0
 
 
 class HistoryWriter:
-    """Appends lines to the files in a folder, in a thread of its own.
+    """Appends lines to the files in a folder, in a background thread.
 
-    logging's QueueListener and RotatingFileHandler keep less than is promised here: a disk that hangs
-    would hold up the end of the process (`logging.shutdown` waits for each handler's lock), and a line
-    that did not fit on a full disk stays in the handler's buffer, in front of the next one.
+    logging's QueueListener and RotatingFileHandler do not suffice: a disk that hangs would block the
+    exit of the process (`logging.shutdown` waits for each handler's lock), and a line that did not fit
+    on a full disk stays in the handler's buffer, in front of the next one.
 
-    The folder is made once there is something to write. `epoch`, this life of the broker, is put into
-    each line.
+    The folder is created with the first line. Each line has `epoch`, this incarnation of the broker.
     """
 
     def __init__(self, folder: Path, epoch: str) -> None:
-        # error of the last attempt; None if it succeeded
+        # error of the last write; None if it succeeded
         self.error: str | None = None
         self.lost = 0  # lines that could not be written
         self._folder, self._epoch = folder, epoch
@@ -52,15 +51,15 @@ class HistoryWriter:
         self._thread.start()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A line of the history. Returns at once."""
+        """Append a line to the history. Returns at once."""
         self._put(HISTORY, line)
 
     def act(self, line: Mapping[str, Any]) -> None:
-        """A line of the log of control actions. Returns at once."""
+        """Append a line to the log of operators' actions. Returns at once."""
         self._put(ACTIONS, line)
 
     def close(self) -> None:
-        """Write the pending lines, for a bounded time."""
+        """Write pending lines, for at most `FINISH_WITHIN_S`."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -98,16 +97,16 @@ class HistoryWriter:
             with open(path, "ab+") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(end - 1, 0))
-                if file.read(1) not in (b"", b"\n"):  # a line that a crash or a full disk has cut
+                if file.read(1) not in (b"", b"\n"):  # truncated by a crash or a full disk
                     file.write(b"\n")
                 file.write(text.encode())
                 is_long = file.tell() > LONGEST_FILE
             if is_long and name == HISTORY:
                 path.replace(self._folder / FORMER)
-                if self._start is not None:  # each file says of what run it is
+                if self._start is not None:  # each file begins with the description of its run
                     path.write_text(_text([self._start]))
             self.error = None
-        except Exception as error:  # noqa: BLE001 - mostly a full disk; this thread outlives it all
+        except Exception as error:  # noqa: BLE001 - usually a full disk; the thread must survive
             self.lost += len(lines)
             self.error = getattr(error, "strerror", None) or str(error) or repr(error)
 

@@ -1,7 +1,4 @@
-"""The model that a run begins with, read from a file, and the one it comes to, written as one.
-
-Files are never unpickled.
-"""
+"""Reads the initial model of a run from a file, and writes its final model. Never unpickles files."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ from diloco_protocol.tensors.state_dict import assemble
 
 
 def load_model(path: Path) -> dict[str, Tensor]:
-    """A state dict from a .safetensors file, a .pt state dict, or a Hugging Face folder.
+    """Load a state dict from a .safetensors file, a .pt state dict, or a Hugging Face folder.
 
-    Raises UsageError where there is none, or it has NaN.
+    Raises UsageError if it is missing, unreadable or has NaN.
     """
     if not path.exists():
         raise UsageError(f"--model {path} does not exist.")
@@ -42,9 +39,9 @@ def load_model(path: Path) -> dict[str, Tensor]:
 
 
 def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
-    """A plain dict of tensors without NaN, or UsageError naming what is wrong.
+    """Copy a state dict to the CPU; raises UsageError if it is invalid or has NaN.
 
-    What may be infinite shows when a worker brings its manifest; see `describe`.
+    Infinite values are allowed in buffers, which only the worker's manifest identifies; see `describe`.
     """
     if not isinstance(tensors, Mapping) or not tensors:
         raise UsageError(f"{what} holds no state dict (a map from names to tensors).")
@@ -54,15 +51,13 @@ def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
                 f"{what} holds {name!r}, which is not a named tensor; save only the state dict."
             )
         if has_nan(tensor.detach()):
-            raise UsageError(
-                f"{what} holds NaN in {name}; use a copy of the model from before that."
-            )
-    # A copy: the caller may go on training with these tensors before the first worker joins.
+            raise UsageError(f"{what} holds NaN in {name}; use an earlier copy of the model.")
+    # A copy: the caller may continue training with these tensors before the first worker joins.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def describe(tensors: Mapping[str, Tensor] | None) -> InitialModel | None:
-    """What the core needs to know of the tensors."""
+    """Summarize the tensors for the core."""
     if tensors is None:
         return None
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -84,16 +79,16 @@ def _load(path: Path) -> Any:
 
 
 def model_of(found: Checkpoint) -> dict[str, Tensor]:
-    """The model of a checkpoint: what its `state_dict` has, in its own shapes and dtypes."""
+    """The model of a checkpoint as a state dict, in its original shapes and dtypes."""
     return assemble(found.layout, {f: each.chunks for f, each in found.tensors.items()})
 
 
 def write_model(
     model: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None
 ) -> int:
-    """Write a safetensors file, whole or not at all. Returns its size in bytes; raises UsageError.
+    """Write a safetensors file atomically. Returns its size in bytes; raises UsageError.
 
-    `about` goes into its header.
+    `about` is the metadata of its header.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

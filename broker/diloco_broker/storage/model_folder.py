@@ -1,4 +1,4 @@
-"""The model as a Hugging Face folder, made like another one, which says names, dtypes and the rest."""
+"""Writes a model as a Hugging Face folder, with the names, dtypes and other files of an existing one."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from diloco_protocol.manifest import TensorEntry, summarise
 
 ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
-# Endings of files with values, which are those of the other model.
+# Suffixes of files with parameters, which are not copied from the other folder.
 VALUES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
     """Write `model` into the folder `to`, for `from_pretrained`. Returns the size of its tensors, bytes.
 
-    The folder gets the files of `like` with our values in them: under the same names, in the same
-    files, as the same dtypes. Like a PEFT folder (it has `adapter_config.json`) only adapters are
-    written. Files of a model that was in `to` before, in other pieces, are removed once ours are whole.
+    The folder gets the files of `like` with the values of `model`: the same files, names and dtypes. If
+    `like` is a PEFT folder (it has `adapter_config.json`), only adapters are written. Other safetensors
+    files of an earlier model in `to` are removed once all files are written.
 
     Raises:
-        UsageError: `like` is not such a folder, or its model is not ours.
+        UsageError: `like` is not such a folder, or has another model.
     """
     if like.resolve() == to.resolve():
         raise UsageError(f"--to and --like are the same folder, {to}; give another --to.")
     is_adapter = (like / ADAPTER).is_file()
     if not is_adapter and not (like / "config.json").is_file():
         raise UsageError(
-            f"--like {like} is no Hugging Face folder: give one with config.json (or {ADAPTER}) in it, "
-            "as save_pretrained writes it."
+            f"--like {like} is not a Hugging Face folder: give one with config.json (or {ADAPTER}), as "
+            "save_pretrained writes it."
         )
     try:
         files = [like / "adapter_model.safetensors"] if is_adapter else safetensors_files(like)
@@ -51,7 +51,7 @@ def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
     if not is_adapter and not problems:
         problems = _left_out(model, {_own_name(model, each.name) for each in all_of_them})
     if problems:
-        raise UsageError(f"The model in --like {like} is another one: {summarise(problems)}.")
+        raise UsageError(f"--like {like} has a different model: {summarise(problems)}.")
     to.mkdir(exist_ok=True)
     former = set() if is_adapter else _pieces_in(to)
     for file in sorted(like.iterdir()):
@@ -68,13 +68,13 @@ def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
 
 
 def _pieces_in(folder: Path) -> set[str]:
-    """Names of the files that make up the model of a folder, the index with them; no others."""
+    """Names of the model files of a folder, and of their index."""
     if not (folder / "config.json").is_file():
         return set()
     try:
         files = {each.name for each in safetensors_files(folder)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()  # an unreadable index says nothing of other files
+        return set()  # without a readable index the files are unknown
     return {name for name in files if name.endswith(".safetensors")} | {INDEX}
 
 
@@ -83,7 +83,7 @@ def _differences(model: Mapping[str, Tensor], entries: list[TensorEntry]) -> lis
     for entry in entries:
         ours = model.get(_own_name(model, entry.name))
         if ours is None:
-            found.append(f"it has {entry.name}, which this run has not")
+            found.append(f"it has {entry.name}, which this run lacks")
         elif tuple(ours.shape) != entry.shape:
             found.append(f"{entry.name} has shape {entry.shape} there and {tuple(ours.shape)} here")
         elif not isinstance(getattr(torch, entry.dtype, None), torch.dtype):
@@ -92,16 +92,16 @@ def _differences(model: Mapping[str, Tensor], entries: list[TensorEntry]) -> lis
 
 
 def _left_out(model: Mapping[str, Tensor], written: set[str]) -> list[str]:
-    """What the folder would lack. A tied tensor is written under one of its names."""
+    """Tensors that the folder would lack. A tied tensor is written under one of its names."""
     return [
-        f"this run has {name}, which it has not"
+        f"it lacks {name}, which this run has"
         for name, tensor in model.items()
         if name not in written and not any(torch.equal(tensor, model[each]) for each in written)
     ]
 
 
 def _own_name(model: Mapping[str, Tensor], name: str) -> str:
-    """What the run calls it. PEFT leaves the adapter's name out of its files: lora_A.default.weight."""
+    """The name of a tensor in the run. PEFT files omit the adapter's name (lora_A.default.weight)."""
     head, _, tail = name.rpartition(".")
     return f"{head}.default.{tail}" if name not in model else name
 

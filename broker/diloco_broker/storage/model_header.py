@@ -1,7 +1,7 @@
-"""What a model consists of, read from its files without their values: names, shapes, dtypes.
+"""Reads the names, shapes and dtypes of a model from its files, without the values.
 
-A file does not say what is trained. Floating-point tensors are taken to be, but for the names that
-buffers are known to have and for what the caller names as frozen.
+A file does not say which tensors are trained. Floating-point tensors count as trained, except those with
+a common name of a buffer and those that the caller names as frozen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import block_of
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
 
-# Dtypes in the words of safetensors.
+# Torch dtypes by their names in safetensors.
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -32,22 +32,22 @@ DTYPES = {
     "BOOL": "bool",
 }
 EMBEDDING = re.compile(r"embed(?!_out)|wte|wpe")
-# Last parts of names of floating-point buffers: of batch norm, of rotary embeddings.
+# Last name parts of floating-point buffers, in batch norm and rotary embeddings.
 BUFFERS = {"running_mean", "running_var", "inv_freq", "original_inv_freq"}
 
 
 def read_header(path: Path, frozen: Sequence[str] = ()) -> tuple[Manifest, bool]:
-    """The manifest that a model of this file will have, as far as a file can tell.
+    """The manifest of the model in this file, as far as the file determines it.
 
     Args:
         path: a .safetensors file, a .pt state dict, or a Hugging Face folder.
         frozen: names, or patterns of names, of parameters that are not trained.
 
     Returns:
-        The manifest, and whether the tensors stand in the model's order. Safetensors files do not keep
-        it; then embeddings are put first, and layers by their numbers before what is left.
+        The manifest, and whether its tensors are in the model's order. Safetensors files do not keep the
+        order; for them the result has embeddings, then layers by number, then the other tensors.
 
-    Raises UsageError where it cannot be read or trained, or a pattern in `frozen` matches nothing.
+    Raises UsageError if it cannot be read or trained, or a pattern in `frozen` matches no tensor.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist.")
@@ -77,7 +77,7 @@ def read_header(path: Path, frozen: Sequence[str] = ()) -> tuple[Manifest, bool]
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder: one model.safetensors, or several named by an index."""
+    """The model files of a Hugging Face folder: one model.safetensors, or several listed in an index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -86,13 +86,13 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def safetensors_entries(files: Iterable[Path]) -> list[TensorEntry]:
-    """All tensors of these files, as the files have them."""
+    """All tensors of these files, in the order of the files."""
     from safetensors import safe_open
 
     entries = []
     for file in files:
         with safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118  it is not a dict
+            for name in opened.keys():  # noqa: SIM118  not a dict
                 part = opened.get_slice(name)
                 dtype = DTYPES.get(part.get_dtype(), part.get_dtype())
                 entries.append(_entry(name, tuple(part.get_shape()), dtype))
@@ -107,7 +107,7 @@ def _state_dict(path: Path) -> list[TensorEntry]:
     except RuntimeError:  # a file of the old format
         state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, Mapping):
-        raise TypeError("no state dict")
+        raise TypeError("not a state dict")
     entries: dict[Any, TensorEntry] = {}
     for name, tensor in state.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -132,7 +132,7 @@ def _as_frozen(entry: TensorEntry, frozen: Sequence[str]) -> TensorEntry:
 
 
 def _likely_order(name: str) -> tuple[int, list[tuple[int, int, str]]]:
-    """Where a tensor most likely stands in its model; layers.2 before layers.10."""
+    """A sort key for the likely position of a tensor in its model; layers.2 precedes layers.10."""
     place = 1 if block_of(name) else 0 if EMBEDDING.search(name) else 2
     parts = re.split(r"(\d+)", name)
     return place, [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

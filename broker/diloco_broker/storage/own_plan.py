@@ -1,4 +1,4 @@
-"""A user's own split of the model: from a file or a function, and whether a run has it already."""
+"""Custom splits of the model: read from a file or made by a function, and compared with a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import OWN, Choose, FragmentPlan, OwnSplit
 from diloco_protocol.manifest import Manifest, summarise
 
-if TYPE_CHECKING:  # both import torch, which takes seconds that `diloco-broker plan` has not
+if TYPE_CHECKING:  # both import torch, which takes seconds; `diloco-broker plan` does not need it
     from diloco_broker.config import BrokerConfig
     from diloco_broker.storage.checkpoint_format import Checkpoint
 
@@ -18,7 +18,7 @@ Split = Callable[[Manifest], FragmentPlan]
 
 
 def read_split(path: Path) -> OwnSplit:
-    """Read a file given with --fragment-plan; raises UsageError where it is not a split."""
+    """Read the file of --fragment-plan; raises UsageError if it is not a split."""
     source = f"--fragment-plan {path}"
     try:
         return OwnSplit.from_json(path.read_text("utf-8"), source)
@@ -29,16 +29,16 @@ def read_split(path: Path) -> OwnSplit:
 
 
 def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
-    """How a model is split where not by a pattern, as by the function given to `Broker`; else None.
+    """The custom split of the model, by a file or the function given to `Broker`; None for a pattern.
 
-    Raises UsageError for options that contradict each other, or a file that is not a split.
+    Raises UsageError for contradictory options or an invalid file.
     """
     pieces = config.num_fragments
     if choose is not None:
         if config.fragment_plan is not None or config.fragment_pattern != "strided":
             raise UsageError(
-                "fragment_plan is a function and the configuration has a file or a pattern as well; "
-                "leave one of them out."
+                "fragment_plan is a function, but the configuration has a file or a pattern as well; "
+                "remove one of them."
             )
         return lambda manifest: FragmentPlan.by(manifest, pieces, choose)
     if config.fragment_plan is None:
@@ -46,17 +46,17 @@ def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
     split = read_split(Path(config.fragment_plan))
     if split.num_fragments != pieces:
         raise UsageError(
-            f"{split.source} has {split.num_fragments} fragments, and --num-fragments is {pieces}; "
+            f"{split.source} has {split.num_fragments} fragments, but --num-fragments is {pieces}; "
             f"give --num-fragments {split.num_fragments}."
         )
     return split.plan
 
 
 def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, path: Path) -> None:
-    """Refuse another split of the model than a checkpoint's: chunks of a run are numbered by it.
+    """Reject a split that differs from the checkpoint's, because the split numbers the chunks of a run.
 
-    Where both are of one pattern, the checkpoint's split is kept, whatever a later release makes of
-    that pattern. Else UsageError names the parameters that would change their fragment.
+    If both use the same pattern, the checkpoint's split is kept, even if this release splits by that
+    pattern differently. Otherwise UsageError names the parameters that would change their fragment.
     """
     record, before = found.record, found.config.get("fragment_pattern")
     if split is None and before == config.fragment_pattern:
@@ -77,5 +77,5 @@ def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, pat
         had = "the same --fragment-plan" if before == OWN else f"--fragment-pattern {before}"
         raise UsageError(
             f"{given} splits the model differently from the checkpoint {path}: "
-            f"{summarise(moved)}; give {had}, or --resume none to begin a new run."
+            f"{summarise(moved)}; give {had}, or --resume none to start a new run."
         )

@@ -1,9 +1,9 @@
-"""Reading checkpoints for those who copy them, piece by piece, without holding up the loop.
+"""Reads checkpoints in parts for peers that copy them, without blocking the loop.
 
-A thread reads; the loop hands it the requests and sends the results. Files of a checkpoint are never
-written again, so their pieces may be asked for in any order, as long as it is kept. Each piece opens its
-file and closes it: a reader that stops in the middle leaves nothing open. A checkpoint that is being
-copied is not removed (`spared`), or a copy over a slow line would never end.
+The loop passes requests to a thread, and sends its results. Files of a checkpoint never change, so their
+parts may be requested in any order while the checkpoint is kept. Each request opens and closes its file,
+so an abandoned copy leaves nothing open. A checkpoint that is being copied is not removed (`spared`);
+otherwise a copy over a slow link might never finish.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import FILE, MANIFEST, NAME, Damaged
 from diloco_protocol.messages import Result
 
-# Of a file, in one answer: a turn of the loop sends one, and it takes 0.1 s of 100 Mb/s.
+# Bytes of a file in one reply. A turn of the loop sends one, which takes 0.1 s at 100 Mb/s.
 PIECE_BYTES = 1 << 20
-# Requests that wait, of all peers together; each may have a piece in memory.
+# Pending requests of all peers together; each may hold one part in memory.
 MOST_WAITING = 16
-# A checkpoint that was asked for within SPARED_S seconds is being copied: a link may be cut for minutes.
-# Only the MOST_SPARED that were asked for last are kept on the disk for that.
+# Seconds since its last request during which a checkpoint is kept, because a link may be down for
+# minutes; and the number of checkpoints, the last requested ones, that may use disk space this way.
 SPARED_S = 300.0
 MOST_SPARED = 2
-# In refusals after which the peer asks again, for the newest: nothing is wrong.
+# Data of a refusal that is not an error: the peer should request the newest checkpoint again.
 AGAIN = {"again": True}
 
 
 class PieceReader:
-    """See the head of this module. The thread calls `wake` when there is something in `results`."""
+    """Reads parts of checkpoints in a thread, which calls `wake` after adding to `results`."""
 
     def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
         self._folder = folder
@@ -47,15 +47,15 @@ class PieceReader:
         self._thread: threading.Thread | None = None
         self._asked_at: dict[
             str, float
-        ] = {}  # checkpoints; the one that was asked for last comes last
+        ] = {}  # time of the last request by checkpoint, oldest first
         self._listed: tuple[Path, list[dict[str, Any]]] | None = (
-            None  # of the newest, as it was last
+            None  # the newest checkpoint and its files, as last listed
         )
 
     def ask(self, wanted: ReadCheckpoint) -> Result | None:
-        """Read this; the answer is in `results` later, or returned where it is a refusal."""
+        """Queue a request, whose reply is in `results` later. Returns the reply if it is refused."""
         if len(self._wanted) + len(self.results) >= MOST_WAITING:
-            text = "Too many pieces of checkpoints are asked for at the same time; ask again later."
+            text = "Too many parts of checkpoints are being read; retry later."
             return Result(wanted.request, False, text, AGAIN)
         with self._changed:
             self._wanted.append(wanted)
@@ -67,7 +67,7 @@ class PieceReader:
         return None
 
     def spared(self) -> frozenset[str]:
-        """The checkpoints that are being copied; from any thread."""
+        """Names of the checkpoints that are being copied; for any thread."""
         with self._changed:
             now = time.monotonic()
             return frozenset(n for n, at in self._asked_at.items() if now - at < SPARED_S)
@@ -80,7 +80,7 @@ class PieceReader:
                 del self._asked_at[next(iter(self._asked_at))]
 
     def close(self) -> None:
-        """End the thread when it has read what it is at."""
+        """Stop the thread after the read in progress."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -94,10 +94,12 @@ class PieceReader:
                 wanted = self._wanted[0]
             try:
                 result = self._list(wanted) if wanted.checkpoint is None else self._read(wanted)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
-                result = Result(wanted.request, False, f"It cannot be read: {error!r:.200}.")
+            except Exception as error:  # noqa: BLE001 - the run must continue
+                result = Result(
+                    wanted.request, False, f"Cannot read the checkpoint: {error!r:.200}."
+                )
             self.results.append((wanted.route, result))
-            self._wanted.popleft()  # only now: what waits is never more than it may be
+            self._wanted.popleft()  # only now, so that the limit of pending requests holds
             self._wake()
 
     def _list(self, wanted: ReadCheckpoint) -> Result:
@@ -105,11 +107,11 @@ class PieceReader:
             try:
                 if self._listed is None or self._listed[0] != path:
                     self._listed = path, files_of(path)
-            except (Damaged, OSError):  # removed meanwhile, or one that no broker would go on from
+            except (Damaged, OSError):  # removed meanwhile, or damaged
                 continue
             data = {"checkpoint": path.name, "files": self._listed[1]}
             return Result(wanted.request, True, f"The newest checkpoint is {path.name}.", data)
-        text = "This run has no checkpoint yet; the first comes with the first version."
+        text = "No checkpoint yet; the first is saved with the first version."
         return Result(wanted.request, False, text, AGAIN)
 
     def _read(self, wanted: ReadCheckpoint) -> Result:
@@ -126,23 +128,23 @@ class PieceReader:
                 found.seek(wanted.offset)
                 piece = found.read(PIECE_BYTES)
         except FileNotFoundError:
-            text = f"{name} is not kept any more; ask for the newest checkpoint."
+            text = f"{name} was removed; request the newest checkpoint."
             return Result(wanted.request, False, text, AGAIN)
         except OSError as error:
             text = f"{name}/{file} cannot be read: {error.strerror}."
             return Result(wanted.request, False, text)
-        text = f"{len(piece)} bytes of {name}/{file} from {wanted.offset} on."
+        text = f"{len(piece)} bytes of {name}/{file} at offset {wanted.offset}."
         return Result(wanted.request, True, text, {"offset": wanted.offset, "bytes": piece})
 
 
 def files_of(path: Path) -> list[dict[str, Any]]:
     """Name, size and SHA-256 of each file of a checkpoint; raises Damaged or OSError."""
-    told = checkpoint.read_manifest(path)["files"]
+    listed = checkpoint.read_manifest(path)["files"]
     with checkpoint.opened(path / MANIFEST, follow=False) as file:
         size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
-    # It is small, and says what the others are good for, so it comes last.
-    rows = [(name, each["bytes"], each["sha256"]) for name, each in sorted(told.items())]
+    # The manifest comes last: a copy that has it is complete.
+    rows = [(name, each["bytes"], each["sha256"]) for name, each in sorted(listed.items())]
     rows.append((MANIFEST, size, digest.hexdigest()))
     return [{"name": name, "bytes": size, "sha256": sum_} for name, size, sum_ in rows]

@@ -1,4 +1,4 @@
-"""Continuing a run: which checkpoint, whether it fits the options, and putting its tensors in place."""
+"""Resumes a run: selects a checkpoint, checks that it fits the options, and restores its tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("diloco.broker")
 def newest_checkpoint(
     config: BrokerConfig, *, has_own_optimizer: bool = False, split: Split | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that the configuration says to go on from; None to begin a new run.
+    """The checkpoint to resume from; None to start a new run.
 
-    Raises UsageError where one that was asked for by its path cannot be used, or none fits.
+    Raises UsageError if a checkpoint given by its path cannot be used, or no checkpoint can.
     """
     if config.resume == "none" or config.fresh:
         return None
@@ -40,21 +40,20 @@ def newest_checkpoint(
         folder = Path(config.resume)
         candidates = checkpoint.at(folder)
         if not candidates:
-            raise UsageError(f"--resume {config.resume}: no checkpoint was found there.")
+            raise UsageError(f"--resume {config.resume} has no checkpoint.")
     problems = []
     for path in candidates:
         try:
             found = checkpoint.load(path)
         except NotPermitted as error:
-            # An older one does not replace it: the run would go back, and nothing is wrong with this
-            # one.
+            # Do not fall back to an older one: the run would lose rounds, and this one may be intact.
             raise UsageError(
-                f"{error} Let this user read it, or name the checkpoint to go on from: --resume PATH."
+                f"{error} Make it readable for this user, or name a checkpoint: --resume PATH."
             ) from None
         except (MemoryError, OSError) as error:
             raise UsageError(
-                f"The checkpoint {path} could not be read here: {error!s:.200}. Nothing says that it is "
-                "damaged, so no older one is taken; try again, or name one: --resume PATH."
+                f"Cannot read the checkpoint {path} on this machine: {error!s:.200}. It may be intact, "
+                "so no older one is used; retry, or name a checkpoint: --resume PATH."
             ) from None
         except Damaged as error:
             problems.append(str(error))
@@ -64,45 +63,45 @@ def newest_checkpoint(
         check_same(config, split, found, path)
         found = replace(found, saved_at=checkpoint.saved_at(path))
         if found.config.get("workers") != config.workers:
-            # The operator has set anew how many there should be: departures before do not lower it.
+            # The operator changed the number of workers: earlier departures no longer reduce it.
             found = replace(found, record=replace(found.record, left=()))
         return _with_fitting_optimizer(config, found, path, has_own_optimizer)
     if problems:
         raise UsageError(
-            f"None of the {len(problems)} checkpoints in {folder} is sound, the newest because "
-            f"{problems[0]} Give --fresh to begin a new run, or another --save-dir."
+            f"All {len(problems)} checkpoints in {folder} are unusable, the newest because "
+            f"{problems[0]} Give --fresh to start a new run, or another --save-dir."
         )
     return None
 
 
 def check_options(config: BrokerConfig, found: Checkpoint, path: Path) -> None:
-    """Could a broker with these options go on from that checkpoint? It needs none of its tensors.
+    """Check that a broker with these options could resume from a checkpoint, whose tensors it ignores.
 
-    Raises UsageError with what does not fit.
+    Raises UsageError that names the conflict.
     """
     _check_fit(config, found, path)
     check_same(config, make_split(config, None), found, path)
 
 
 def _check_fit(config: BrokerConfig, found: Checkpoint, path: Path) -> None:
-    """What cannot change in the middle of a run: how the model is cut."""
+    """Check the options that cannot change during a run: how the model is split."""
     for name in ("num_fragments", "chunk_elements"):
         saved, given = getattr(found, name), getattr(config, name)
         if saved != given:
             raise UsageError(
                 f"--{name.replace('_', '-')} is {given}, the checkpoint {path} has {saved}; give the "
-                "same, or --resume none to begin a new run."
+                "same, or --resume none to start a new run."
             )
 
 
 def _with_fitting_optimizer(
     config: BrokerConfig, found: Checkpoint, path: Path, has_own_optimizer: bool
 ) -> Checkpoint:
-    """The checkpoint without what another outer optimizer remembers, which says nothing to this one."""
+    """The checkpoint without the outer optimizer's state if another optimizer wrote it."""
     had, has = found.outer, outer_kind(config, has_own_optimizer)
     if had == has:
         return _with_fitting_buffer(config, found, path)
-    text = "The outer optimizer was %s in %s and is %s now: it begins without momentum."
+    text = "The outer optimizer was %s in %s and is %s now: it starts without momentum."
     logger.warning(text, had, path, has)
     bare = {
         f: FragmentTensors(each.chunks, {n: s for n, s in each.outer.items() if n == SHADOW})
@@ -112,7 +111,7 @@ def _with_fitting_optimizer(
 
 
 def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) -> Checkpoint:
-    """The checkpoint without gradients that were collected for a mean of another size."""
+    """The checkpoint without buffered gradients if the size of that buffer has changed."""
     saved = found.config
     before = saved.get("dn_buffer")
     if before is None:
@@ -121,9 +120,8 @@ def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) ->
     if before == config.dn_size or not collected:
         return found
     logger.warning(
-        f"The buffer of the outer optimizer took {before} gradients in {path} and takes "
-        f"{config.dn_size} now (--dn-buffer): those that were in it are left out of the next momentum "
-        "step."
+        f"The buffer of the outer optimizer had {before} gradients in {path} and has "
+        f"{config.dn_size} now (--dn-buffer): the next momentum step leaves out those that were in it."
     )
     emptied = {
         f: replace(each, outer={name: s for name, s in each.outer.items() if name != DELAYED})
@@ -133,7 +131,7 @@ def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) ->
 
 
 def next_life(config: BrokerConfig) -> int:
-    """The number of this life of the broker: one more than that of any checkpoint in its folder."""
+    """The number of this incarnation: one more than that of any checkpoint in the folder."""
     if config.save_dir is None:
         return 1
     return 1 + max((checkpoint.life_of(p) for p in checkpoint.at(Path(config.save_dir))), default=0)
@@ -149,7 +147,7 @@ def title(found: Checkpoint) -> str:
 
 
 def load_into(store: TensorStore, found: Checkpoint, layout: ModelLayout) -> Resumption:
-    """Put the tensors of a checkpoint in place; returns what the core has to know of it."""
+    """Restore the tensors of a checkpoint; returns the core's part of it."""
     for fragment in found.tensors:
         put_back(store, fragment, found)
     wires = {fragment: tuple(store.wires(fragment)) for fragment in found.tensors}
@@ -158,13 +156,15 @@ def load_into(store: TensorStore, found: Checkpoint, layout: ModelLayout) -> Res
 
 
 def put_back(store: TensorStore, fragment: int, found: Checkpoint) -> None:
-    """Put one fragment back to what a checkpoint has; raises UsageError where its optimizer cannot go
-    on."""
+    """Restore one fragment from a checkpoint.
+
+    Raises UsageError if the outer optimizer cannot continue from its state.
+    """
     try:
         reply = str(found.config.get("reply_dtype", "fp32"))
         store.put_back(fragment, replace(found.tensors[fragment], reply=reply))
     except (KeyError, ValueError) as error:
         raise UsageError(
-            "The outer optimizer that the factory makes cannot go on from the checkpoint's state "
+            "The outer optimizer of the factory cannot continue from the checkpoint's state "
             f"({error}); use the one that wrote it, or --resume none."
         ) from None

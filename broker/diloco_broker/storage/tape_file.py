@@ -32,19 +32,19 @@ from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
 
-LONGEST = 64 << 20  # bytes of a file, from which on the next one begins
+LONGEST = 64 << 20  # size in bytes at which a file is rotated
 AT_A_TIME = 64  # entries that are written together
-# Batches that may wait for the disk: then it is too slow for a tape, which must not hold up the run.
+# Pending batches at which the disk is too slow for a tape, which must not delay the run.
 MOST_WAITING = 50
-LONGEST_VALUE = 1 << 30  # bytes of what is read at once
+LONGEST_VALUE = 1 << 30  # bytes of one value when reading
 NAME = "diloco_tape"
 
 
 class TapeWriter:
     """Writes the events of a core and marks of their effects, in a background thread.
 
-    If the file cannot be written, or the disk is too slow, the tape ends with a warning and the run goes
-    on. `close` waits until everything is written.
+    If the file cannot be written, or the disk is too slow, the tape ends with a warning and the run
+    continues. `close` waits until everything is written.
 
     Args:
         path: the file; an existing one must be a tape, and is renamed.
@@ -58,11 +58,11 @@ class TapeWriter:
         self._path, self._core, self._version, self._longest = path, core, version, longest
         self._noted: list[tuple[Any, Now, Any]] = []
         self._codec = Codec()
-        self._written = 0  # bytes of the current file; the thread's, as the next two
+        self._written = 0  # bytes of the current file; owned by the thread, as the next two
         self._limit = longest
         self._is_full = False
-        self._is_turning = False  # the next file was asked for
-        self._is_over = False  # nothing more is written
+        self._is_turning = False  # a rotation is pending
+        self._is_over = False  # no more entries are written
         try:
             _check_free(path)
             self._file: IO[bytes] | None = self._make(self._state())
@@ -81,11 +81,11 @@ class TapeWriter:
             self._noted.append((said, now, marks))
             if len(self._noted) >= AT_A_TIME or asked_for is None:
                 self._hand_over()
-        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
+        except Exception as error:  # noqa: BLE001  the run must continue
             self._give_up(error)
 
     def close(self) -> None:
-        """Write the pending entries. A second call does nothing."""
+        """Write pending entries. May be called more than once."""
         if not self._is_over:
             self._hand_over()
         self._is_over = True
@@ -113,13 +113,13 @@ class TapeWriter:
 
     def _write(self, entries: list[tuple[Any, Now, Any]]) -> None:
         file = self._file
-        if file is None:  # it was given up
+        if file is None:  # the tape has ended
             return
         try:
             for said, now, marks in entries:
                 self._written += file.write(_framed(written(said, now, marks, self._codec)))
             file.flush()
-        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
+        except Exception as error:  # noqa: BLE001  the run must continue
             self._give_up(error)
         self._is_full = self._written >= self._limit
 
@@ -129,12 +129,12 @@ class TapeWriter:
             self._end()
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
             self._file = self._make(state)
-        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
+        except Exception as error:  # noqa: BLE001  the run must continue
             self._give_up(error)
         self._is_turning = False
 
     def _make(self, state: tuple[Codec, Any]) -> IO[bytes]:
-        # It has session tokens, with which one can speak for a worker.
+        # Readable by its owner only: it has session tokens, which can impersonate workers.
         made = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         file = open(made, "wb")  # noqa: SIM115 - kept open
         self._codec, frozen = state
@@ -154,13 +154,13 @@ class TapeWriter:
     def _give_up(self, why: object) -> None:
         if not self._is_over:
             self._is_over = True
-            logger.warning("The tape %s ends here, and the run goes on: %s.", self._path, why)
+            logger.warning("The tape %s ends here; the run continues: %s.", self._path, why)
 
 
 def _check_free(path: Path) -> None:
     """Rename an earlier tape; raises UsageError if `path` is anything else."""
     if not path.name or path.is_symlink() or (path.exists() and not _is_tape(path)):
-        raise UsageError(f"--tape {path}: something else is there; name a new file.")
+        raise UsageError(f"--tape {path} exists and is not a tape; name a new file.")
     if path.exists():
         path.replace(path.with_name(f"{path.name}.1"))
 
@@ -216,18 +216,18 @@ def read_tape(path: Path) -> Iterator[Tape]:
             yield _tape(values)
         except _UNSOUND as error:
             raise UsageError(
-                f"{path} cannot be read on ({error!s:.100}): it is damaged, or was made by a release "
-                f"with other records; {version} made it."
+                f"Cannot continue reading {path} ({error!s:.100}): it is damaged, or from a release "
+                f"with other records; it was written by {version}."
             ) from error
 
 
 def _version(values: Any, path: Path) -> str:
     """Return the version of the broker that wrote the tape."""
-    no_tape = UsageError(f"{path} is not a tape; serve --tape FILE makes one.")
+    no_tape = UsageError(f"{path} is not a tape; serve --tape FILE writes one.")
     try:
         head = next(values)
     except StopIteration:
-        raise UsageError(f"{path} ends before a tape begins.") from None
+        raise UsageError(f"{path} is empty.") from None
     except ValueError:
         raise no_tape from None
     if not isinstance(head, dict) or NAME not in head:
@@ -235,8 +235,8 @@ def _version(values: Any, path: Path) -> str:
     version = f"{head.get('version')!s:.40}"
     if head[NAME] != FORMAT:
         raise UsageError(
-            f"{path} is a tape of format {head[NAME]!r:.20}, and this release reads {FORMAT}: replay it "
-            f"with the release that made it, {version}."
+            f"{path} is a tape of format {head[NAME]!r:.20}, but this release reads {FORMAT}; replay it "
+            f"with release {version}, which wrote it."
         )
     return version
 
@@ -245,12 +245,12 @@ def _tape(values: Any) -> Tape:
     codec, bodies = Codec(), _bodies(values)
     first = next(bodies, None)
     if first is None:
-        raise ValueError("it ends where it begins")
+        raise ValueError("it has no state")
     version, unix_s, shapes, frozen = first
     codec.know(shapes)
     state = codec.thaw(frozen)
     if not isinstance(state, RunState):
-        raise ValueError("it begins with no state")
+        raise ValueError("it does not begin with a state")
     entries = (Entry.read(body, codec) for body in bodies)
     return Tape(str(version), float(unix_s), Core.with_state(state), entries)
 
@@ -258,5 +258,5 @@ def _tape(values: Any) -> Tape:
 def _bodies(values: Any) -> Iterator[Any]:
     for number, (checksum, body) in enumerate(values):
         if crc32(body) != checksum:
-            raise ValueError(f"value {number} has a wrong checksum")
+            raise ValueError(f"the checksum of value {number} differs")
         yield msgpack.unpackb(body, strict_map_key=False)

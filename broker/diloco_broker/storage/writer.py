@@ -1,7 +1,7 @@
-"""Writing checkpoints without holding up the loop: taking one, and the thread that writes it.
+"""Takes checkpoints, and writes them in a thread without blocking the loop.
 
-The thread is handed finished checkpoints, which never change, and owns no state. The newest wins: one
-that comes while an older one waits takes its place, so a slow disk makes checkpoints rarer, never later.
+The thread receives immutable checkpoints and owns no state. A new checkpoint replaces one that is still
+waiting, so a slow disk makes checkpoints less frequent, not later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diloco_broker.tensors.outer.make import outer_kind
 
 
 def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: int) -> Checkpoint:
-    """A record and the tensors that belong to it. Only references are taken: nothing changes in them."""
+    """Combine a record and its tensors into a checkpoint, without copying: the tensors never change."""
     config = state.config
     return Checkpoint(
         record=record,
@@ -35,11 +35,10 @@ def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: 
 
 
 class CheckpointWriter:
-    """See the head of this module.
+    """Writes checkpoints in a thread, which calls `wake` after adding to `results`.
 
-    The folder of `lock` is made when the first checkpoint is written, and the newest `keep` stay there,
-    with those that `spared` names.
-    The thread calls `wake` when there is something in `results`, the oldest first.
+    The folder of `lock` is created with the first checkpoint; it keeps the newest `keep` checkpoints,
+    and those that `spared` names.
     """
 
     def __init__(
@@ -61,22 +60,24 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write this checkpoint as soon as the one being written is done. Returns at once."""
+        """Write this checkpoint after the one in progress. Returns at once."""
         with self._changed:
             self._next = checkpoint
             self._changed.notify_all()
         if self._thread is None:
             thread = threading.Thread(target=self._main, name="diloco-saver", daemon=True)
             thread.start()
-            self._thread = thread  # only one that could be started: else the next save tries again
+            self._thread = (
+                thread  # set only after a successful start, so that the next save retries
+            )
 
     def finish(self, timeout: float) -> bool:
-        """Wait until everything is written, for `timeout` seconds at most; False when it is not."""
+        """Wait until everything is written, at most `timeout` seconds; returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and not self._is_busy, timeout)
 
     def close(self) -> None:
-        """End the thread once it has written what it is at."""
+        """Stop the thread after pending writes."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -90,7 +91,7 @@ class CheckpointWriter:
                     return
                 self._is_busy = True
             result = self._write(newest)
-            del newest  # its chunks must not live until the next one comes
+            del newest  # free its chunks before the next save
             with self._changed:
                 self.results.append(result)
                 self._is_busy = False
@@ -104,7 +105,7 @@ class CheckpointWriter:
             path = checkpoint.save(self.folder, newest, self._keep, self._spared())
             return Saved(number, str(path))
         except OSError as error:
-            # Without the name of the file, which is another one each time: what is wrong is the same.
+            # Without the file name, which differs each time, so that repeated errors are recognised.
             return SaveFailed(number, f"{error.strerror or error} ({self.folder})")
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and says so
+        except Exception as error:  # noqa: BLE001 - training must continue; the core logs it
             return SaveFailed(number, str(error) or repr(error))

@@ -1,1 +1,1 @@
-"""Work on tensors: decoding, adding up, outer steps, encoding; a chunk at a time."""
+"""Tensor work, one chunk at a time: decoding, summation, outer steps, encoding."""

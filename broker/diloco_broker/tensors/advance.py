@@ -1,7 +1,7 @@
-"""The outer steps of one chunk: what is kept of it, gradients in, what is kept and sent out.
+"""The outer steps of one chunk, as a function of its state and gradients.
 
-All of it is computed from what is given, and nothing given is changed: so chunks may be advanced beside
-one another, and a step whose result cannot be used leaves no trace.
+Inputs are never modified, so chunks may be advanced in parallel, and a step with an unusable result has
+no effect.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from diloco_protocol.tensors.codecs import encode_chunk, is_finite, segment_dtyp
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What is kept of one chunk; the tensors never change."""
+    """The state of one chunk; its tensors are immutable."""
 
     master: Tensor  # fp32 or int64, 1-D
     state: chunked.State
-    shadow: Tensor | None = None  # what workers hold, where replies are in few bits
+    shadow: Tensor | None = None  # the workers' replica, if replies are quantized
 
 
 @dataclass(frozen=True, eq=False)
 class Advanced:
-    """A chunk after its steps: what is kept, what is sent, and whether a gradient could not be used."""
+    """A chunk after its steps: its new state, its wire form, and whether a gradient was unusable."""
 
     kept: Kept
     wire: Any
@@ -45,25 +45,25 @@ class Advanced:
 
 @dataclass(frozen=True, eq=False)
 class Advance:
-    """How one chunk is advanced.
+    """Advances one chunk.
 
-    `outer` steps parameters, its learning rate and momentum by `schedule`. `reply`, `share` and
+    `outer` steps parameters, with learning rate and momentum from `schedule`. `reply`, `share` and
     `is_round` are as in `Parameters`.
     """
 
     span: ChunkSpan
-    outer: chunked.ChunkOuter | None  # None where chunks of parameters are stepped whole
+    outer: chunked.ChunkOuter | None  # None if the optimizer steps whole tensors
     schedule: OuterSchedule
     reply: str
     share: float
     is_round: bool
 
     def of(self, kept: Kept, gradients: Iterable[Gradient | Blend | None], count: int) -> Advanced:
-        """One step for each gradient, the first with `count` before it.
+        """Take one step for each gradient; `count` gradients precede the first.
 
-        Where there is none the chunk stays as it is, but for a buffer that is due. So it does where a
-        step makes what is not finite: one enormous value would make parameters and momentum infinite
-        for good.
+        For a missing gradient the chunk is unchanged, except that a due buffer is applied. The same
+        holds if the result of a step is not finite: otherwise one enormous value would make parameters
+        and momentum infinite permanently.
         """
         made: Tensor | None = None
         overflow = False
@@ -77,7 +77,7 @@ class Advance:
         return self.sent(kept, made, overflow=overflow)
 
     def sent(self, kept: Kept, made: Tensor | None = None, *, overflow: bool) -> Advanced:
-        """What is kept, and what is sent of it; `made`: that in wire form, if it is there."""
+        """Encode the new state; `made` is its wire form, if computed already."""
         if kept.shadow is not None:
             shadow, coded = followed(self.reply, kept.shadow, kept.master)
             return Advanced(replace(kept, shadow=shadow), coded, overflow)
@@ -90,7 +90,7 @@ class Advance:
     def _step(
         self, kept: Kept, gradient: Gradient | Blend, count: int
     ) -> tuple[Kept, Tensor | None] | None:
-        """What a gradient makes of a chunk, and that in wire form; None when it is not finite."""
+        """The state after a gradient, and its wire form; None if the result is not finite."""
         master, state = kept.master, kept.state
         reply = Reply(self.span, whole_dtype(self.reply))
         if isinstance(gradient, Blend):
@@ -113,17 +113,17 @@ class Advance:
             else:
                 updated, state = outer.step(master, gradient.whole(), state, count)
         total = state.get(chunked.DELAYED)
-        # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
+        # An infinite momentum makes the parameters infinite at once; only the buffer must be checked.
         if total is not None and not is_finite(total):
             return None
         made = reply.of(updated)
         return None if made is None else (Kept(updated, state, kept.shadow), made)
 
     def _empty_buffer(self, kept: Kept, count: int) -> tuple[tuple[Kept, Tensor | None], bool]:
-        """Take a boundary that has no usable gradient with a gradient of 0, if the buffer holds any.
+        """At a boundary without a usable gradient, apply a nonempty buffer with a gradient of 0.
 
-        The count goes on in any case: what stayed in the buffer would be divided by N together with
-        the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
+        The count increases in any case: gradients left in the buffer would be divided by N together with
+        the next N gradients. A buffer that overflows is discarded, and the second result is False.
         """
         if chunked.DELAYED not in kept.state or self.outer is None:
             return (kept, None), True

@@ -1,9 +1,9 @@
-"""Turning contributions into one gradient, chunk by chunk.
+"""Aggregates contributions into one gradient, chunk by chunk.
 
-The streaming mean holds the few chunks that came last and adds all others to one accumulator, so memory
-does not depend on the number of workers. The staged reducer has the chunks of whole submissions before
-it, in a given order, and makes a gradient of them with one of `robust.AGGREGATES`. What reached a chunk,
-and with which weight, is the core's business; here are only the tensors.
+The streaming mean holds the few chunks that arrived last and adds all others to one accumulator, so
+memory does not depend on the number of workers. The staged reducer takes the chunks of complete pushes
+in a given order, and aggregates them with one of `robust.AGGREGATES`. The core decides which
+contributions count, and with which weight.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from diloco_protocol.errors import ProtocolError
 from diloco_protocol.kernels import Source, Terms
 from diloco_protocol.tensors.codecs import BLOCKS, decode_chunk, is_finite
 
-# Elements that are worked on at a time: a few fp32 pieces of this size stay in the caches near a core.
-# Two folds and a step of a chunk took 1.3 times as long with 1 << 16, for the calls.
+# Elements of a slice: a few fp32 slices of this size fit into the caches of a core. With 1 << 16 two
+# folds and a step of a chunk took 1.3 times as long, because of call overhead.
 PIECE_ELEMENTS = 1 << 18
-# Contributions that are held as they came: 1 MiB each in bf16, 2 MiB in fp32.
+# Contributions that are held undecoded: 1 MiB each in bf16, 2 MiB in fp32.
 HELD = 6
 
 
 def pieces_of(values: Tensor) -> list[Tensor]:
-    """Views of a 1-D tensor, `PIECE_ELEMENTS` long; the last may be shorter."""
+    """Slices (views) of a 1-D tensor, `PIECE_ELEMENTS` long; the last may be shorter."""
     starts = range(0, values.numel(), PIECE_ELEMENTS)
     return [values[start : start + PIECE_ELEMENTS] for start in starts]
 
 
 class Gradient:
-    """What contributions make of one chunk; it is read once, `whole` or in `pieces`.
+    """The aggregated gradient of one chunk. Read it once, `whole` or in `pieces`.
 
-    A chunk is longer than the caches near a core. What is done to it one operation after the other goes
-    to the memory and back each time; done piece by piece it goes there once.
+    A chunk is larger than the caches of a core: each operation on all of it reads and writes main
+    memory, but a sequence of operations on each slice does so only once.
 
     Args:
-        total: what has been added up; its memory is used up by reading. None when nothing has.
-        waiting: contributions that come on top, in wire dtype, each with its weight.
-        divisor: of the sum.
-        scratch: two rows of a piece each; None where kernels are there, which need none.
+        total: the accumulated sum, or None; reading overwrites its memory.
+        waiting: further contributions in wire dtype, each with its weight.
+        divisor: divides the sum.
+        scratch: two rows of one slice each; None if kernels are available, which do not need it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Gradient:
         divisor: float,
         scratch: Scratch | None,
     ) -> None:
-        assert total is not None or waiting, "a gradient of nothing"
+        assert total is not None or waiting, "a gradient without contributions"
         self._total = total
         self._waiting = waiting
         self._divisor = divisor
@@ -72,11 +72,11 @@ class Gradient:
 
     @classmethod
     def of(cls, values: Tensor) -> Gradient:
-        """A gradient that is there, of fp32 parameters or int64 integers; it is used up."""
+        """Wrap a computed gradient of fp32 parameters or int64 integers; its memory is overwritten."""
         return cls(values, (), 1.0, None)
 
     def whole(self) -> Tensor:
-        """In a tensor that is the caller's."""
+        """The gradient in one tensor, which the caller owns."""
         total = self._total
         if total is not None and not self._waiting:
             return total if self._divisor == 1 else total.div_(self._divisor)
@@ -94,7 +94,7 @@ class Gradient:
         return _with(self._total, self._waiting), self._divisor
 
     def pieces(self) -> Iterator[Tensor]:
-        """fp32, `PIECE_ELEMENTS` at a time (the last may be shorter). Each may be overwritten."""
+        """Slices of `PIECE_ELEMENTS` in fp32 (the last may be shorter), which may be overwritten."""
         if self._total is not None and not self._waiting:
             for part in pieces_of(self._total):
                 yield part if self._divisor == 1 else part.div_(self._divisor)
@@ -113,7 +113,7 @@ class Gradient:
 
 
 def _with(total: Tensor | None, waiting: Terms) -> Terms:
-    """The same with what has been added up before them."""
+    """The terms, preceded by the accumulated sum, if any."""
     return waiting if total is None else [(Source.of(total), 1.0), *waiting]
 
 
@@ -125,7 +125,7 @@ def _weighted(values: Tensor, weight: float, room: Tensor) -> None:
 
 
 def _fp32(values: Tensor, room: Tensor) -> Tensor:
-    """The values in fp32, in `room` where they have to be converted.
+    """The values in fp32, converted into `room` if necessary.
 
     Adding bf16 to fp32 directly takes three to seven times as long.
     """
@@ -133,14 +133,14 @@ def _fp32(values: Tensor, room: Tensor) -> Tensor:
 
 
 def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | None:
-    """A chunk of parameters, and the sum of its squares; None when a value is not finite."""
+    """Read a chunk of parameters and its sum of squares; None if a value is not finite."""
     fast = kernels.ready()
     if fast is not None and wire in BLOCKS:
         chunk = BLOCKS[wire].source(payload, span.elements)
         squares = fast.squares(chunk)
         if squares is not None:
             return chunk, squares
-    # Of bf16 and above torch makes squares as fast as memory is.
+    # For bf16 and wider dtypes torch sums squares at memory speed.
     out = empty(span.elements, torch.float32) if in_few_bits(wire) else None
     values = decode_chunk(span, payload, wire, out)
     squares = squares_of(values)
@@ -148,22 +148,22 @@ def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | No
 
 
 def squares_of(values: Tensor) -> float | None:
-    """The sum of squared floats; None when one is NaN or infinite.
+    """The sum of squared floats; None if one is NaN or infinite.
 
-    It takes the place of a look whether all are finite, which reads them as well: a sum of squares is
-    finite only if they are. Two digits of it are right in bf16, five in fp16 and fp32.
+    It replaces a separate check for finite values: a sum of squares is finite only if all values are. It
+    has two correct digits in bf16, five in fp16 and fp32.
     """
     if values.dtype is torch.float32:
         squares = float(torch.dot(values, values))
     else:
-        # fp16 overflows from 65504 on. bf16 does not, and a result in it takes half as long.
+        # fp16 overflows above 65504. bf16 does not, and a bf16 result takes half the time.
         dtype = torch.float32 if values.dtype is torch.float16 else None
         squares = float(torch.linalg.vector_norm(values, dtype=dtype)) ** 2
     return squares if math.isfinite(squares) else exact_squares(values)
 
 
 def exact_squares(values: Tensor) -> float | None:
-    """The same in fp64: fp32 squares overflow from 1.8e19 on."""
+    """The same in fp64: squares of fp32 values above 1.8e19 overflow."""
     if not is_finite(values):
         return None
     exact = values.double()
@@ -171,14 +171,14 @@ def exact_squares(values: Tensor) -> float | None:
 
 
 class StreamingMean:
-    """Accumulators of one fragment: fp32 sums of weighted chunks; of buffers a `Blend`; of integers
-    the maximum.
+    """Accumulators of one fragment: weighted fp32 sums of parameters, a `Blend` of buffers, the maximum
+    of integers.
 
-    The last chunks are not added up at once but held as they came. Most often the other contributions
-    to the same chunk come soon, and then the sum is made piece by piece with the outer step, and never
-    goes through the memory. At most `HELD` contributions are `held` so, over all chunks.
+    The latest contributions are not added at once but held undecoded. Usually the other contributions to
+    the same chunk arrive soon; then the sum is computed slice by slice together with the outer step, and
+    is never written to memory. At most `HELD` contributions are `held`, over all chunks.
 
-    `wire` is what parameters travel in where a contribution says nothing else.
+    `wire` is the default wire dtype of parameters.
     """
 
     def __init__(self, layout: FragmentLayout, wire: str) -> None:
@@ -186,7 +186,7 @@ class StreamingMean:
         self._wire = wire
         self._sums: list[Tensor | None] = [None] * layout.chunks
         self._blends: dict[int, Blend] = {}  # of float buffers, by chunk
-        # By chunk, the one that has waited longest first.
+        # Held contributions by chunk, the one that has waited longest first.
         self._waiting: dict[int, list[tuple[Source, float]]] = {}
         self.held = 0
         longest = max((span.elements for span in layout.spans), default=0)
@@ -195,15 +195,15 @@ class StreamingMean:
     def fold(
         self, index: int, payload: Any, weight: float, wire: str | None = None
     ) -> Piece[float | None]:
-        """Add a chunk. What is `overdue` then is to be added up.
+        """Add a chunk of a push. Afterwards call `overdue`, and do the work of `adding_up`.
 
         Args:
-            payload: its bytes in wire form, of the right length. They must not change any more.
+            payload: its bytes in wire form, of the correct length, which must not be modified later.
             weight: finite and positive; ignored for integers.
 
         Returns:
-            The sum of its squared values, without the weight; 0 unless they are parameters. None, with
-            nothing changed, when one is not finite, or they cannot be read.
+            The unweighted sum of its squared values; 0 unless they are parameters. None if a value is
+            not finite or the bytes cannot be decoded; the chunk is then not added.
         """
         span, wire = self._spans[index], wire or self._wire
 
@@ -234,11 +234,11 @@ class StreamingMean:
         return Piece(read, take_in)
 
     def overdue(self) -> int | None:
-        """The chunk that has waited longest, where more is held than may be; else None."""
+        """The chunk that has waited longest if more than `HELD` contributions are held; else None."""
         return next(iter(self._waiting)) if self.held > HELD else None
 
     def adding_up(self, index: int) -> Piece[None]:
-        """What is held of a chunk goes into its accumulator."""
+        """Work that adds the held contributions of a chunk to its accumulator."""
         waiting, total = self._waiting.pop(index), self._sums[index]
         self._sums[index] = None
         self.held -= len(waiting)
@@ -249,7 +249,7 @@ class StreamingMean:
         return Piece(lambda: self._added_up(total, waiting), put)
 
     def take(self, index: int, weight: float) -> Gradient | Blend | None:
-        """The mean (or maximum) of a chunk, which begins anew; None if nothing reached it."""
+        """Take the mean (or maximum) of a chunk and reset it; None if it has no contributions."""
         if self._spans[index].segment is Segment.BUFFERS:
             return self._blends.pop(index, None)
         total, self._sums[index] = self._sums[index], None
@@ -261,7 +261,7 @@ class StreamingMean:
         return Gradient(total, waiting, divisor, self._scratch)
 
     def _added_up(self, total: Tensor | None, waiting: Terms) -> Tensor:
-        """The sum with the held chunks; its memory is used."""
+        """The sum including held contributions; overwrites the memory of `total`."""
         fast = kernels.ready()
         if fast is not None:
             made = empty(waiting[0][0].elements, torch.float32) if total is None else total
@@ -277,7 +277,7 @@ class StreamingMean:
             else:
                 for place, part in zip(pieces_of(total), parts, strict=True):
                     place.add_(_fp32(part, room[: part.numel()]), alpha=weight)
-        assert total is not None, "a sum of nothing"
+        assert total is not None, "a sum without contributions"
         return total
 
     def _fold_maximum(self, index: int, values: Tensor) -> None:
@@ -289,14 +289,14 @@ class StreamingMean:
 
 
 class StagedReducer:
-    """Looks at chunks of whole submissions, and makes gradients of them.
+    """Inspects chunks of complete pushes, and aggregates them into gradients.
 
     Args:
-        aggregate: what parameters are merged with, one of `AGGREGATES`. Where that goes by coordinate,
-            so are float buffers, and integers take the upper median; else buffers are blended, and
-            integers take the maximum.
+        aggregate: aggregate of parameters, one of `AGGREGATES`. If it works by coordinate, float buffers
+            use it too, and integers take the upper median; else buffers are blended, and integers take
+            the maximum.
         longest: elements of the largest chunk.
-        trim: what `trimmed-mean` leaves out at each end.
+        trim: share of pushes that `trimmed-mean` leaves out at each end.
     """
 
     def __init__(self, aggregate: str, longest: int, trim: float = 0.2) -> None:
@@ -305,9 +305,9 @@ class StagedReducer:
         self._scratch = Scratch(1, longest)
 
     def squares(self, span: ChunkSpan, payload: Any, dtype: str) -> float | None:
-        """The sum of a chunk's squared values, in fp64; None when one is NaN or infinite, or unreadable.
+        """The sum of a chunk's squared values, in fp64; None if one is NaN, infinite or unreadable.
 
-        0 unless it is of parameters: they alone make the length of a submission.
+        0 unless it has parameters: only they count for the norm of a push.
         """
         if span.segment is Segment.INTEGERS:
             return 0.0
@@ -320,7 +320,7 @@ class StagedReducer:
         return exact_squares(values)
 
     def reduced(self, span: ChunkSpan, parts: Sequence[WholePush]) -> Gradient | Blend | None:
-        """What a group of submissions makes of a chunk; None without parts."""
+        """Aggregate the same chunk of a group of pushes; None if the group is empty."""
         if not parts:
             return None
         chunks = (self._decode(span, each.payloads[span.index], each.wire_dtype) for each in parts)

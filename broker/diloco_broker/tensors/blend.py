@@ -1,8 +1,8 @@
-"""The weighted mean of values that must not leave the range of what went into it: float buffers.
+"""The weighted mean of float buffers, which must stay within the range of its inputs.
 
-A variance below zero in a BatchNorm makes every evaluation NaN. So float buffers travel as values, not
-as differences from a base that may be old, and what is made of them is a convex combination. It is
-computed in fp64, with an error far below what fp32 can tell apart, and rounded once: never outside.
+A negative variance in a BatchNorm makes every evaluation NaN. So float buffers are sent as values, not
+as differences from a base that may be old, and are combined convexly. The mean is computed in fp64, with
+an error far below the precision of fp32, and rounded once, so it never leaves that range.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Elements that are worked on at a time: a few fp64 pieces of this size stay in the cache of a core.
+# Elements of a slice: a few fp64 slices of this size fit into the cache of a core.
 PIECE_ELEMENTS = 1 << 15
 
 
 class Blend:
     """sum(w_i x_i) / sum(w_i) of one chunk, as a running mean.
 
-    m <- m W / (W + w) + x w / (W + w): both factors are at most 1 whatever the weights, so no product
-    over- or underflows as w x could.
+    m <- m W / (W + w) + x w / (W + w): both factors are at most 1 for any weights, so no product
+    overflows or underflows as w x could.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Blend:
 
         Args:
             values: floats, 1-D; only read.
-            weight: not negative; with 0 nothing is added.
-            scale: from 0 to 1, what part of its weight counts. The rest counts for the value
-                before; see `onto`.
+            weight: not negative; 0 adds nothing.
+            scale: from 0 to 1, the part of the weight that counts for these values. The rest counts for
+                the previous value of the buffer; see `onto`.
         """
         self._whole_weight += weight
         weight *= scale
@@ -50,17 +50,17 @@ class Blend:
 
     def whole(self) -> Tensor:
         """The mean, in fp32."""
-        assert self._mean is not None, "a mean of nothing"
+        assert self._mean is not None, "a mean without contributions"
         return self._mean.float()
 
     def onto(self, old: Tensor, share: float) -> Tensor:
-        """(1 - f) old + f mean in fp32, f being `share` times the part of the weights that counts.
+        """(1 - f) old + f mean in fp32, where f is `share` times the part of the weights that counts.
 
         Args:
-            old: the value so far, fp32; not changed.
-            share: from 0 to 1, what all the contributions are worth together.
+            old: the previous value, fp32; not changed.
+            share: from 0 to 1, the weight of all contributions together.
         """
-        assert self._mean is not None, "a mean of nothing"
+        assert self._mean is not None, "a mean without contributions"
         part = min(1.0, share * (self._weight / self._whole_weight))
         blend = Blend()
         blend.add(old, 1 - part)

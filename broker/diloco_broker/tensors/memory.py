@@ -1,4 +1,4 @@
-"""Memory for chunks that last, of all brokers in this process; see `TensorPool`."""
+"""The memory pool for long-lived chunks of all brokers in this process; see `TensorPool`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tensors of the run: master parameters, outer state, accumulators, and the chunks in wire form.
 
-Everything here works on one chunk at a time and is called by the loop in small slices; only a torch
-optimizer steps whole tensors (see `torch_optim`). A chunk that has been handed out is never written
-again: a step makes a new tensor, and the old one is freed when the last reader has let go of it.
+All operations work on one chunk at a time, so that the loop can interleave them with messages; only a
+torch optimizer steps whole tensors (see `torch_optim`). A chunk that was passed to a reader is never
+modified: a step makes a new tensor, and the old one is freed when its last reader releases it.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ class FragmentTensors:
     """The tensors of one fragment."""
 
     chunks: Sequence[Tensor]  # master values, fp32 or int64
-    # What the outer optimizer remembers of each chunk, by name; None where nothing yet.
+    # The outer optimizer's state of each chunk, by name; None before the first step.
     outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None  # a torch optimizer's `state_dict`
-    reply: str = "fp32"  # what its values were sent in
+    reply: str = "fp32"  # dtype in which its values were sent
 
 
 class Parameters:
-    """Master copies of every chunk, and what makes new ones.
+    """The master copy of every chunk, and the operations that update it.
 
-    `fold`, `step`, `merge` and `inspect` return pieces of work, which may be lent to other threads.
+    `fold`, `step`, `merge` and `inspect` return work that may run in other threads.
 
     Args:
         outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
-        wire: dtype of streamed pseudo-gradients of which nothing else is said.
-        reply: dtype of parameters on their way down.
-        aggregate: what whole submissions are merged with, one of `robust.AGGREGATES`.
-        trim: what `trimmed-mean` leaves out at each end.
-        is_round: whether a gradient is a round's. The maximum of its integers then replaces their
-            value, which otherwise only grows: a single submission may be behind the others.
-        share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
-            they are a round's mean, 1/workers where each submission is applied by itself.
+        wire: default dtype of streamed pseudo-gradients.
+        reply: dtype of parameters that are sent to workers.
+        aggregate: aggregate of complete pushes, one of `robust.AGGREGATES`.
+        trim: share of pushes that `trimmed-mean` leaves out at each end.
+        is_round: whether a gradient is that of a round. Then the maximum of its integers replaces their
+            value; otherwise their value never decreases, because a single push may be stale.
+        share: how far a buffer moves towards the pushed values: 1 (completely) if they are the mean of a
+            round, 1/workers if each push is applied by itself.
         initial: tensors of the model file by name, or None.
-        schedule: how its learning rate and momentum go over rounds.
+        schedule: schedules of learning rate and momentum over rounds.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Parameters:
         self.layout = layout
         self._layouts = layout.all
         self._reply = reply
-        self._whole_reply = whole_dtype(reply)  # of what is not a difference
+        self._whole_reply = whole_dtype(reply)  # of chunks that are not differences
         self._is_round = is_round
         self._share = share
         self._initial = initial
@@ -96,10 +96,10 @@ class Parameters:
         self._wholes: dict[int, WholeTensors] = {}
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
-        """Store a chunk of the first version: of a seed worker, or the model file (payload None).
+        """Store a chunk of the first version: from a seed worker, or the model file (payload None).
 
-        Returns the chunk in wire form, or None when it is not finite there (NaN, if it is frozen).
-        Raises UsageError where a factory of outer optimizers fails, once its fragment is complete.
+        Returns the chunk in wire form, or None if it is not finite there (NaN, if it is frozen). Raises
+        UsageError if a factory of outer optimizers fails, which is called when its fragment is complete.
         """
         span = self._layouts[fragment].spans[index]
         if payload is None:
@@ -120,7 +120,7 @@ class Parameters:
         return encode_chunk(span, reply, self._whole_reply)
 
     def drop(self, fragments: Iterable[int]) -> bool:
-        """Forget the placed chunks of these fragments. Returns whether anything is left."""
+        """Drop the stored chunks of these fragments. Returns whether any chunks are left."""
         for fragment in fragments:
             self._masters[fragment] = [None] * len(self._masters[fragment])
             self._states[fragment] = [{} for _ in self._states[fragment]]
@@ -129,7 +129,7 @@ class Parameters:
         return any(value is not None for masters in self._masters for value in masters)
 
     def forget_initial(self) -> None:
-        """Let go of the model file's tensors: every chunk has been placed."""
+        """Release the model file's tensors: every chunk has been stored."""
         self._initial = None
 
     def fold(
@@ -139,7 +139,7 @@ class Parameters:
         return self._means[fragment].fold(index, payload, weight, wire)
 
     def overdue(self) -> Iterator[tuple[int, int, Piece[None]]]:
-        """What is held of chunks and has to be added up: fragment, index, and the work."""
+        """Work to add held contributions to accumulators: fragment, index, work."""
         for fragment, mean in enumerate(self._means):
             while (index := mean.overdue()) is not None:
                 yield fragment, index, mean.adding_up(index)
@@ -152,7 +152,7 @@ class Parameters:
         return Piece(lambda: self._staged.squares(span, payload, wire_dtype), lambda found: found)
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
-        """The groups of the torch optimizers, over all fragments; empty where there are none."""
+        """The parameter groups of the torch optimizers, over all fragments; empty without any."""
         return tuple(
             group for _, each in sorted(self._wholes.items()) for group in each.fragment.groups()
         )
@@ -164,17 +164,17 @@ class Parameters:
         own: Mapping[str, float],
         schedule: OuterSchedule = UNCHANGING,
     ) -> None:
-        """Go on with these settings, `own` for all groups of torch optimizers; they keep their state."""
+        """Change settings, `own` for all groups of torch optimizers; optimizers keep their state."""
         self._outer, self._schedule, self._share = outer, schedule, share
         for whole in self._wholes.values():
             whole.fragment.tune(own)
 
     def step(self, fragment: int, index: int, weight: float, count: int) -> Piece[list[Stepped]]:
-        """The outer step of one chunk, with the mean of the folded chunks; see `effects.Step`.
+        """The outer step of one chunk, with the mean of the folded contributions; see `effects.Step`.
 
         Returns:
-            This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters
-            until the last of them, then all of them.
+            This chunk. An optimizer that steps whole tensors returns nothing for a chunk of parameters
+            until the last of them, and then all of them.
         """
         mean = self._means[fragment].take(index, weight)
         return self._advancing(fragment, index, [mean], count)
@@ -182,21 +182,20 @@ class Parameters:
     def merge(
         self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
     ) -> Piece[list[Stepped]]:
-        """The outer steps of one chunk, one after the other; see `effects.AggregateAndStep`.
+        """The outer steps of one chunk, in order; see `effects.AggregateAndStep`.
 
-        Where a group has no parts, the chunk keeps its value and its state, but for a buffer that is
-        due, and the group counts all the same.
+        An empty group counts, but leaves the chunk's value and state unchanged, except for a due buffer.
         """
         span = self._layouts[fragment].spans[index]
         reduced = (self._staged.reduced(span, parts) for parts in groups)
         return self._advancing(fragment, index, reduced, count)
 
     def wires(self, fragment: int) -> list[Any]:
-        """The fragment's chunks as they are sent."""
+        """The fragment's chunks in wire form."""
         return [self._as_held(fragment, span) for span in self._layouts[fragment].spans]
 
     def fragment_tensors(self, fragment: int) -> FragmentTensors:
-        """The fragment's values and what its outer optimizer remembers. They never change."""
+        """The fragment's values and its outer optimizer's state, which never change."""
         masters, states = self._masters[fragment], self._states[fragment]
         chunks = [placed(masters, index) for index in range(len(masters))]
         names = sorted({name for state in states for name in state})
@@ -207,7 +206,7 @@ class Parameters:
         return FragmentTensors(chunks, outer, optimizer, self._reply)
 
     def put_back(self, fragment: int, kept: FragmentTensors) -> None:
-        """Put back what `fragment_tensors` gave; the tensors must not change any more."""
+        """Restore the result of `fragment_tensors`, whose tensors must not be modified any more."""
         self._masters[fragment][:] = kept.chunks
         for index in range(len(kept.chunks)):
             found = {name: tensors[index] for name, tensors in kept.outer.items()}
@@ -222,16 +221,16 @@ class Parameters:
     ) -> None:
         span, master = self._layouts[fragment].spans[index], placed(self._masters[fragment], index)
         if self._shadows.has(span):
-            if shadow is None:  # workers hold the master as it was sent
+            if shadow is None:  # workers hold the master in the dtype in which it was sent
                 sent = master.to(segment_dtype(span.segment, whole_dtype(sent_in)))
                 shadow = sent.float()
             self._shadows.put(fragment, index, shadow)
         elif shadow is not None:
-            # Replies were in few bits: what workers hold is what the run goes on from.
+            # Replies were quantized: the run continues from the workers' replica.
             self._masters[fragment][index] = shadow
 
     def _as_held(self, fragment: int, span: ChunkSpan) -> Any:
-        """A chunk of the current version as it is sent."""
+        """A chunk of the current version in wire form."""
         if self._shadows.has(span):
             return self._shadows.whole(fragment, span.index)
         master = placed(self._masters[fragment], span.index)
@@ -240,7 +239,7 @@ class Parameters:
         return encode_chunk(span, reply, self._whole_reply)
 
     def forget_buffer(self, fragment: int) -> None:
-        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+        """Drop the gradients of a fragment that the outer optimizer has buffered."""
         for index, state in enumerate(self._states[fragment]):
             self._states[fragment][index] = chunked.without_buffer(state)
 
@@ -294,7 +293,7 @@ class Parameters:
         return Stepped(fragment, index, found.wire, found.overflow)
 
     def _make_whole(self, fragment: int, index: int) -> None:
-        """Give a fragment its torch optimizer once all its parameters are there."""
+        """Create the torch optimizer of a fragment once all its parameters are stored."""
         layout, masters = self._layouts[fragment], self._masters[fragment]
         is_stepped = layout.spans[index].segment is Segment.PARAMETERS
         if not isinstance(self._outer, TorchOuter) or not is_stepped:

@@ -1,4 +1,4 @@
-"""Pieces of tensor work that may be lent to other threads, and what each thread needs of its own."""
+"""Units of tensor work that may run in other threads, and scratch memory for each thread."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, eq=False)
 class Piece(Generic[Found]):
-    """A piece of work whose inputs are all here.
+    """Work in two parts: `run` in any thread, and `finish` in the thread that owns the state.
 
-    `run` reads only what it was made with, and writes only to what it makes: any thread may call it,
-    beside others. `finish` stores its result, in the thread that owns the state, one
-    piece after the other in the order in which they were made.
+    `run` reads only its own inputs and writes only to new tensors, so it may run in parallel with
+    others. `finish` stores its result, one piece after the other in the order of their creation.
     """
 
     run: Callable[[], Any]
     finish: Callable[[Any], Found]
 
     def __call__(self) -> Found:
-        """All of it, here and now."""
+        """Do both parts now, in this thread."""
         return self.finish(self.run())
 
 
 class Scratch(threading.local):
-    """Rows of fp32 numbers that are written over and over; each thread has its own."""
+    """Rows of fp32 numbers that are overwritten repeatedly; each thread has its own."""
 
     def __init__(self, rows: int, elements: int) -> None:
         self.rows = torch.empty(rows, elements, dtype=torch.float32)

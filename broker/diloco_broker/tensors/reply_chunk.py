@@ -1,4 +1,4 @@
-"""A chunk as it is sent to workers: in the reply's dtype, and known to hold nothing bad there."""
+"""Converts a chunk to the dtype of replies, and checks that its values are finite there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from diloco_protocol.tensors.codecs import has_nan, is_finite, segment_dtype
 
 
 class Reply:
-    """The wire form of one chunk, made of it at once or piece by piece while it is being made.
+    """The wire form of one chunk, made at once or slice by slice while the chunk is computed.
 
-    `wire` is what parameters travel in on their way down. A chunk of the `frozen` part may hold
-    infinities (a causal mask); NaN never.
+    `wire` is the dtype of parameters in replies. A `frozen` chunk may contain infinities (a causal
+    mask), but not NaN.
     """
 
     def __init__(self, span: ChunkSpan, wire: str, *, frozen: bool = False) -> None:
@@ -27,7 +27,7 @@ class Reply:
         self._sum = 0.0
 
     def add(self, piece: Tensor) -> None:
-        """The next values of the chunk; they are still near."""
+        """Add the next values of the chunk, while they are in the cache."""
         if piece.dtype is not self._dtype:
             if self._encoded is None:
                 self._encoded = empty(self._span.elements, self._dtype)
@@ -38,9 +38,9 @@ class Reply:
         self._sum += piece.sum().item()
 
     def of(self, values: Tensor) -> Tensor | None:
-        """The chunk as it is sent; None when it has values there that may not be.
+        """The chunk in wire form; None if it has a forbidden value there.
 
-        Without a conversion this is the tensor itself: no copy, shared by all readers.
+        Without a conversion this is the tensor itself, shared by all readers without a copy.
         """
         is_made = self._added == self._span.elements
         reply = values if self._encoded is None else self._encoded
@@ -50,6 +50,6 @@ class Reply:
             return reply
         if self._is_frozen:
             return None if has_nan(reply) else reply
-        # The sum is finite only if every element is; one that is not may be of large elements.
+        # A finite sum means that all elements are finite; an infinite one may be due to large elements.
         is_fine = is_made and math.isfinite(self._sum)
         return reply if is_fine or is_finite(reply) else None

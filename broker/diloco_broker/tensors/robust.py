@@ -1,9 +1,9 @@
-"""Aggregates: how one chunk of several whole submissions becomes one gradient.
+"""Aggregates: functions that turn the same chunk of several complete pushes into one gradient.
 
-Each is a function of the same form, a row of `AGGREGATES`. The mean trusts every worker;
-`clip_median_norm` bounds how long a submission is; the two others look at each number by itself, leave
-out its extremes, and so need no bound: Yin et al. 2018, "Byzantine-Robust Distributed Learning: Towards
-Optimal Statistical Rates" (arXiv 1803.01498), definitions 1 and 2.
+All have the same signature, and are listed in `AGGREGATES`. The mean trusts every worker;
+`clip_median_norm` bounds the norm of a push; the other two leave out the extremes of each element, and
+so need no bound: Yin et al. 2018, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+Rates" (arXiv 1803.01498), definitions 1 and 2.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from torch import Tensor
 
 from diloco_broker.core.effects import WholePush
 
-# Elements of each submission that are put in order at a time: those of sixteen stay in the cache.
+# Elements of each push that are sorted at a time: those of 16 pushes fit into the cache.
 SORTED_ELEMENTS = 1 << 14
 
 Aggregate = Callable[[Iterable[Tensor], Sequence[WholePush]], Tensor]
-"""Makes a gradient of the same chunk of several submissions.
+"""Aggregates the same chunk of several pushes.
 
-The chunks come one at a time, in the order of the parts; each may be read until the next one is asked
-for, and must not be changed. The result is a new tensor of their dtype, which is fp32 for parameters.
+The iterator yields chunks in the order of the parts; each is valid until the next one is requested, and
+must not be modified. The result is a new tensor of their dtype, which is fp32 for parameters.
 """
 
 
 def mean(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
     """sum(w_i s_i x_i) / sum(w_i), with weight w_i, scale s_i and chunk x_i of part i.
 
-    The same operations in the same order as `StreamingMean`: where scales are 1, the same bits.
+    It uses the same operations in the same order as `StreamingMean`: with scales of 1 the result is
+    identical bit for bit.
     """
     return _weighted_mean(chunks, parts, [1.0] * len(parts))
 
 
 def clip_median_norm(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
-    """The mean of x_i min(1, median/|x_i|): none counts longer than the median submission.
+    """The mean of x_i min(1, median/|x_i|): norms are clipped to the median norm.
 
-    |x_i| is the length of the whole submission, so its direction stays as it was.
+    |x_i| is the norm of the complete push, so its direction is unchanged.
     """
     middle = median(part.norm for part in parts)
     return _weighted_mean(
@@ -49,11 +50,11 @@ def clip_median_norm(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Te
 
 
 def trimmed_mean(trim: float) -> Aggregate:
-    """The mean of what is left of each number without its k largest and k smallest values.
+    """The mean of each element without its k largest and k smallest values.
 
-    k is `trim` times the submissions, rounded up, as far as one is left: definition 2 with a whole
-    number of workers, so that one of four is left out as well. Of fewer than three it is the mean.
-    Weights are not used: who may say what its work weighs could outweigh all others.
+    k is `trim` times the number of pushes, rounded up, but at least one value remains: definition 2 with
+    an integer k, so that with four workers one is left out too. For fewer than three pushes it is the
+    mean. Weights are ignored: workers report them, and one could outweigh all others.
     """
 
     def aggregate(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
@@ -63,9 +64,9 @@ def trimmed_mean(trim: float) -> Aggregate:
 
 
 def coordinate_median(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
-    """The median of each number, of an even count the mean of the two in the middle: definition 1.
+    """The median of each element; for an even count the mean of the middle two (definition 1).
 
-    Weights are not used, as in `trimmed_mean`.
+    Weights are ignored, as in `trimmed_mean`.
     """
     return middle_mean(list(map(torch.clone, chunks)), (len(parts) - 1) // 2)
 
@@ -76,8 +77,8 @@ AGGREGATES: dict[str, Callable[[float], Aggregate]] = {
     "trimmed-mean": trimmed_mean,
     "coordinate-median": lambda trim: coordinate_median,
 }
-"""By name, what makes each of `--trim`."""
-# Those that put each number in order: they do so with the model's buffers too.
+"""By name: functions of `--trim` that return the aggregate."""
+# Aggregates that sort each element; they apply to the model's buffers too.
 BY_COORDINATE = frozenset({"trimmed-mean", "coordinate-median"})
 
 
@@ -96,8 +97,8 @@ def _weighted_mean(
 
 
 def trimmed(submissions: int, trim: float) -> int:
-    """How many of these submissions are left out at each end."""
-    wanted = math.ceil(trim * submissions - 1e-9)  # 0.07 x 100 is a little above 7 in binary
+    """The number of values that are left out at each end, for this number of pushes."""
+    wanted = math.ceil(trim * submissions - 1e-9)  # 0.07 x 100 is slightly above 7 in binary
     return min(wanted, (submissions - 1) // 2)
 
 
@@ -105,27 +106,27 @@ def middle_mean(rows: Sequence[Tensor], left_out: int) -> Tensor:
     """The mean of each element over the rows, without its largest and smallest `left_out` values.
 
     Args:
-        rows: 1-D, of one float dtype, finite; their memory is used up, and the result is in it.
+        rows: 1-D, of one float dtype, finite; their memory is overwritten, and has the result.
     """
     kept = len(rows) - 2 * left_out
-    assert kept > 0, f"nothing is left of {len(rows)} rows"
+    assert kept > 0, f"{len(rows)} rows, {left_out} left out at each end"
     for parts in zip(*(torch.split(row, SORTED_ELEMENTS) for row in rows), strict=True):
         middle = _in_order(parts)[left_out : left_out + kept]
-        # What is left out is never added: of an enormous value nothing would be left to subtract it
-        # from. And parts of values do not overflow where their sum would.
+        # Extremes are never added: subtracting an enormous value again would leave no precision. Each
+        # value is divided first, because their sum could overflow.
         total = middle[0] / kept
         for row in middle[1:]:
             total.add_(row, alpha=1 / kept)
-        # A rounding outside of what went in would be outside of what a buffer may be.
+        # Clamp rounding errors: a buffer must stay within the range of its inputs.
         torch.clamp(total, middle[0], middle[-1], out=parts[0])
     return rows[0]
 
 
 def largest_of_the_middle(rows: Sequence[Tensor]) -> Tensor:
-    """The upper median of each element: one of the values, so that it suits counters.
+    """The upper median of each element. It is one of the inputs, so it suits counters.
 
     Args:
-        rows: 1-D, of one dtype; their memory is used up, and the result is in it.
+        rows: 1-D, of one dtype; their memory is overwritten, and has the result.
     """
     for parts in zip(*(torch.split(row, SORTED_ELEMENTS) for row in rows), strict=True):
         parts[0].copy_(_in_order(parts)[len(rows) // 2])
@@ -133,10 +134,10 @@ def largest_of_the_middle(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _in_order(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Every column ascending. The rows' memory is used up.
+    """Sort every column in ascending order. Overwrites the rows' memory.
 
-    Whole rows are compared at a time, many elements in one instruction: twenty times as fast as a sort
-    along a column.
+    Entire rows are compared at a time, with many elements per instruction: 20 times as fast as sorting
+    along columns.
     """
     ordered, spare = list(rows), torch.empty_like(rows[0])
     for low, high in comparators(len(rows)):
@@ -149,10 +150,10 @@ def _in_order(rows: Sequence[Tensor]) -> list[Tensor]:
 
 @cache
 def comparators(count: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of places that, put in order one after the other, sort this number of values.
+    """A sorting network: pairs of positions to compare and exchange in order, for `count` values.
 
-    Batcher's merge exchange: Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M. About
-    n (log n)^2 / 4 of them: 9 for 5, 63 for 16, 543 for 64.
+    Batcher's merge exchange: Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M. It
+    has about n (log n)^2 / 4 pairs: 9 for 5, 63 for 16, 543 for 64.
     """
     return tuple(_merge_exchange(count))
 

@@ -1,9 +1,9 @@
-"""Replies in few bits: a shadow of the master parameters that every worker holds bit for bit.
+"""Quantized replies: a shadow of the master parameters, which every worker replicates bit for bit.
 
-EF21-P (Gruntkowska et al. 2022, arXiv 2209.15218). x is the master, in fp32; w its shadow. Behind each
-outer step c = C(x - w) is sent, and w <- w + D(c) here as at each worker. What c leaves out stays in
-x - w, and goes with the next: so the shadow follows, and no copy drifts from another, since the product
-of code and scale is exact in fp32 and the sum is rounded alike everywhere.
+EF21-P (Gruntkowska et al. 2022, arXiv 2209.15218). x is the master, in fp32; w its shadow. After each
+outer step c = C(x - w) is sent, and w <- w + D(c) is applied here and at each worker. The quantization
+error stays in x - w, and is sent with the next step, so the shadow follows the master. Replicas never
+drift apart, because the product of code and scale is exact in fp32 and the sum is rounded identically.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.tensors.codecs import as_bytes, checksum, follow
 
-# What the shadow is called among what a checkpoint has of each chunk.
+# Name of the shadow in a checkpoint.
 SHADOW = "shadow"
 
 
 @dataclass(eq=False, repr=False)
 class Shadows:
-    """The shadow of each chunk of parameters, by fragment and index; none where replies are whole.
+    """The shadow of each chunk of parameters, by fragment and index; empty unless replies are quantized.
 
-    `reply` is what parameters travel in on their way down. A shadow is never written to: a step makes
-    a new one.
+    `reply` is the dtype of parameters in replies. A shadow is never modified: a step makes a new one.
     """
 
     reply: str
@@ -38,11 +37,11 @@ class Shadows:
         self._values: dict[tuple[int, int], Tensor] = {}
 
     def has(self, span: ChunkSpan) -> bool:
-        """Whether a chunk travels as a difference from its shadow."""
+        """Whether a chunk is sent as a difference from its shadow."""
         return in_few_bits(self.reply) and span.segment is Segment.PARAMETERS
 
     def put(self, fragment: int, index: int, shadow: Tensor) -> None:
-        """Workers hold these values."""
+        """Set the values that workers hold."""
         self._values[fragment, index] = shadow
 
     def forget(self, fragment: int) -> None:
@@ -50,24 +49,24 @@ class Shadows:
             del self._values[key]
 
     def of(self, fragment: int, index: int) -> Tensor | None:
-        """What workers hold of a chunk; None where that is the master itself."""
+        """The values of a chunk that workers hold; None if they hold the master itself."""
         return self._values.get((fragment, index))
 
     def whole(self, fragment: int, index: int) -> Coded:
-        """A chunk as it is sent to those who hold no version that it follows."""
+        """The full chunk, for workers that do not hold the version before."""
         return _whole(self._values[fragment, index])
 
     def kept(self, fragment: int, count: int) -> Mapping[str, list[Tensor | None]]:
-        """For a checkpoint, by name; empty where there are none."""
+        """The shadows of a fragment for a checkpoint, by name; empty if it has none."""
         found = [self.of(fragment, index) for index in range(count)]
         return {SHADOW: found} if any(each is not None for each in found) else {}
 
 
 @torch.no_grad()
 def followed(reply: str, shadow: Tensor, master: Tensor) -> tuple[Tensor, Coded]:
-    """The shadow of a chunk once it has followed its master, and what is sent.
+    """Move the shadow of a chunk towards its master; returns the new shadow and its wire form.
 
-    Where no difference in fp32 leads from one to the other, the chunk goes whole.
+    If no fp32 difference leads from one to the other, the chunk is sent in full.
     """
     moved = empty_like(shadow)
     found = follow(reply, master, shadow, moved, lambda count: empty(count, torch.uint8))

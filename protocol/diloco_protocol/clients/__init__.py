@@ -1,7 +1,7 @@
-"""What asks a broker over a socket without taking part in its run.
+"""Clients that send requests to a broker without joining its run.
 
-`observer`, which reads a run's model, is imported by its own name: it needs torch, and a display starts
-sooner without.
+Import `observer`, which reads a run's model, by its own name: it needs torch, which slows the start of
+displays.
 """
 
 from diloco_protocol.clients.keys import Keys, find_keys

@@ -1,9 +1,9 @@
-"""A file that says where a broker is, for those who follow one that moves: `file:///shared/address`.
+"""Files with the address of a broker, for clients of a broker that moves: `file:///shared/address`.
 
-`diloco-broker serve --address-file` writes it: its control address in the first line, that of its feed
-in the second. It replaces the file as a whole, so no reader sees half of one. The file is not believed
-blindly: it is small, and holds addresses that can be reached, or it counts as not written yet. Whoever
-may write it can send workers elsewhere; with keys they speak to no other broker.
+`diloco-broker serve --address-file` writes the file: the control address in the first line, the address
+of the feed in the second. It replaces the file atomically, so readers never see a partial one. The
+content is validated: a file that is too large or has no valid address is treated as not written yet. A
+user who can write the file can redirect workers; with keys they accept only their own broker.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from diloco_protocol.errors import UsageError
 
 SCHEME = "file://"
 LARGEST_FILE = 1024  # bytes
-# What a command or a keyword takes, as the end of the sentence "NAME is VALUE; it must be ...".
-ADDRESS = (
-    "an address like tcp://10.0.0.1:8512, several with commas in between, or file:///PATH of one"
-)
+# The valid values of an address, as the end of the sentence "NAME is VALUE; it must be ...".
+ADDRESS = "an address like tcp://10.0.0.1:8512, several separated by commas, or file:///PATH of one"
 
 
 class NoAddress(Exception):
-    """The file says no address, at least not yet; why, as the end of a sentence."""
+    """The file has no address (yet); the message is the end of a sentence with the reason."""
 
 
 def file_of(address: str) -> Path | None:
-    """The file that an address names; None where it is an address itself.
+    """The path in a file:// address; None for other addresses.
 
-    A path that is not absolute would depend on where each process was started, and gives none.
+    A relative path gives None, because it would depend on the working directory of each process.
     """
     path = address.removeprefix(SCHEME)
     if path == address or not path.startswith("/") or not path.isprintable():
@@ -46,41 +44,43 @@ def file_of(address: str) -> Path | None:
 
 
 def read_address(file: Path, line: int = 0) -> str:
-    """The control address that a file holds, or with `line=1` that of the feed.
+    """Read the control address from a file, or with `line=1` that of the feed.
 
     Raises:
-        NoAddress: it is not there, is empty, or holds something else.
+        NoAddress: the file is missing, empty, or has no valid address.
     """
     try:
-        # Opening a pipe without a writer would block.
+        # Without O_NONBLOCK opening a pipe would block until a writer opens it.
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise NoAddress(f"{file} is not a file")
             content = opened.read(LARGEST_FILE + 1)
     except OSError as error:
-        reason = "is not there yet" if isinstance(error, FileNotFoundError) else error.strerror
+        is_missing = isinstance(error, FileNotFoundError)
+        reason = "does not exist yet" if is_missing else f"cannot be read: {error.strerror}"
         raise NoAddress(f"the file {file} {reason}") from None
     if not content.strip():
         raise NoAddress(f"the file {file} is empty")
     lines = content.decode("ascii", errors="replace").splitlines()
-    # With its port: a host alone may be half of a line that is being written.
+    # A port is required: a host alone may be part of a line that is being written.
     address = with_scheme(lines[line].strip(), None) if line < len(lines) else ""
     if len(content) > LARGEST_FILE or not leads_somewhere(address):
-        raise NoAddress(f"the file {file} holds no address like tcp://10.0.0.1:8512")
+        raise NoAddress(f"the file {file} has no address like tcp://10.0.0.1:8512")
     return address
 
 
 def leads_somewhere(address: str) -> bool:
-    """Whether a socket can connect to it: tcp://HOST:PORT or ipc://PATH, and no place to listen at."""
+    """Whether a socket can connect to an address: tcp://HOST:PORT or ipc://PATH, not a wildcard."""
     host = address.partition("://")[2].rpartition(":")[0]
     is_plain = address.isascii() and " " not in address
     return is_plain and host not in EVERYWHERE and _is_place(address)
 
 
 def is_address(text: str) -> bool:
-    """Whether it looks like tcp://HOST:PORT, a short form of it or ipc://PATH, or several of these with
-    commas in between and none twice, or is file:///PATH.
+    """Whether a text is a valid address, or several different ones separated by commas.
+
+    Valid are tcp://HOST:PORT, its short forms and ipc://PATH, and as a single address file:///PATH.
     """
     places = several(text)
     is_several = all(map(_is_place, places)) and len(set(places)) == len(places)
@@ -96,10 +96,10 @@ def _is_place(address: str) -> bool:
 
 
 def check_address(name: str, text: str) -> str:
-    """The text, if it is an address; `name` is what it was given as.
+    """Return the text if it is a valid address; `name` is that of its option or keyword.
 
     Raises:
-        UsageError: it is not one, in the same words whatever needs it.
+        UsageError: it is not valid.
     """
     if not is_address(text):
         raise wrong_address(name, text)
@@ -111,10 +111,10 @@ def wrong_address(name: str, text: str) -> UsageError:
 
 
 def resolved(address: str, line: int = 0) -> str:
-    """An address as it is, or what the file that it names says now.
+    """The address itself, or for a file:// address the current content of the file.
 
     Raises:
-        UsageError: the file holds no address.
+        UsageError: the file has no address.
     """
     file = file_of(address)
     if file is None:
@@ -122,14 +122,13 @@ def resolved(address: str, line: int = 0) -> str:
     try:
         return read_address(file, line)
     except NoAddress as error:
-        raise UsageError(f"The broker's address is not known: {error}.") from None
+        raise UsageError(f"The broker's address is unknown: {error}.") from None
 
 
 def write_address(file: Path, *addresses: str) -> None:
-    """Replace the file by these addresses. One that is bound to every address of this machine is written
-    with the machine's name.
+    """Replace the content of the file by these addresses. Raises OSError.
 
-    Raises OSError.
+    An address that is bound to all addresses of this machine is written with the machine's host name.
     """
     aside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:

@@ -1,4 +1,4 @@
-"""What all commands of this project share: how they look, fail, and take the address of a broker."""
+"""Shared code of all commands: appearance, failures, and options for the address of a broker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from diloco_protocol.errors import DilocoError, Unreachable, UsageError
 
 DISTRIBUTION = "diloco-broker"
 SERVER_VARIABLE, FEED_VARIABLE = "DILOCO_SERVER", "DILOCO_FEED"
-WRONG_USAGE = 2  # exit code; of most failures to start as well
+WRONG_USAGE = 2  # exit code, also of most failures to start
 
 KeyFile = Annotated[
     Path | None,
@@ -38,7 +38,7 @@ KeyFile = Annotated[
         "--keys",
         metavar="FILE",
         envvar=VARIABLE,
-        help="Your key, where the broker asks for one; diloco-broker keygen makes it.",
+        help="Key file, if the broker requires keys; diloco-broker keygen makes it.",
     ),
 ]
 
@@ -46,25 +46,32 @@ KeyFile = Annotated[
 def server_option(
     *aliases: str, otherwise: str = f", else {DEFAULT_CONTROL_ADDRESS}", **settings: Any
 ) -> Any:
-    """The option that has the broker's address; `otherwise` ends the sentence on its default."""
+    """The option for the broker's address; `otherwise` ends the sentence about its default."""
     usual: dict[str, Any] = {
         "metavar": "ADDR",
         "show_default": False,
         "help": "Address of the broker: HOST, HOST:PORT or file:///PATH of the file that serve "
-        "--address-file writes. Of several, with commas in between, the one that has the run. "
+        "--address-file writes. Of several, separated by commas, the one that has the run is used. "
         f"Default: {SERVER_VARIABLE}{otherwise}.",
     }
     return typer.Option("--server", "--address", *aliases, **usual | settings)
 
 
 ServerArgument = Annotated[
-    str | None, typer.Argument(metavar="ADDR", show_default=False, help="The same as --server.")
+    str | None,
+    typer.Argument(
+        metavar="ADDR", show_default=False, help="Address of the broker; same as --server."
+    ),
 ]
 ServerOption = Annotated[str | None, server_option()]
-# Of displays, which read the broker's feed. From its control address they find that by themselves.
+# Options of displays, which read the broker's feed and can find it from the control address.
 FeedArgument = Annotated[
     str | None,
-    typer.Argument(metavar="ADDR", show_default=False, help="The same as --server, or as --feed."),
+    typer.Argument(
+        metavar="ADDR",
+        show_default=False,
+        help="Address of the broker or of its feed; same as --server or --feed.",
+    ),
 ]
 FeedOption = Annotated[
     str | None,
@@ -72,8 +79,8 @@ FeedOption = Annotated[
         "--feed",
         metavar="ADDR",
         show_default=False,
-        help=f"Address of the broker's feed, as it printed it. Default: {FEED_VARIABLE}, else what the "
-        f"broker at --server says, else {DEFAULT_FEED_ADDRESS}.",
+        help=f"Address of the broker's feed, which it prints at the start. Default: {FEED_VARIABLE}, "
+        f"else the feed of the broker at --server, else {DEFAULT_FEED_ADDRESS}.",
     ),
 ]
 FeedServerOption = Annotated[str | None, server_option("--control", otherwise="")]
@@ -82,10 +89,10 @@ FeedServerOption = Annotated[str | None, server_option("--control", otherwise=""
 def server_of(
     argument: str | None, option: str | None, default: str | None = DEFAULT_CONTROL_ADDRESS
 ) -> str:
-    """The control address that a command line gives, or the environment.
+    """The control address from the command line or the environment.
 
     Raises:
-        UsageError: there are two, none where `default` is None, or it is not an address.
+        UsageError: two addresses are given, none is given and `default` is None, or it is invalid.
     """
     given = _one_of({"ADDR": argument, "--server": option})
     name, text = given or _variable(SERVER_VARIABLE) or ("ADDR", default)
@@ -99,10 +106,10 @@ def server_of(
 def server_or_path(
     argument: str | None, option: str | None, default: Path | None = None
 ) -> tuple[str | None, Path]:
-    """The address of a broker, or else the path, of a command that takes either as its argument.
+    """The address of a broker, or the path, of a command that accepts either as its argument.
 
     Raises:
-        UsageError: as of `server_of`.
+        UsageError: as for `server_of`.
     """
     if argument is not None and (Path(argument).exists() or address_or_path(argument) is None):
         if option is not None:
@@ -116,12 +123,12 @@ def server_or_path(
 def feed_of(
     argument: str | None, feed: str | None, server: str | None, keys: Keys | None = None
 ) -> str:
-    """Where a display finds the feed that a command line names, or the environment.
+    """The address of the feed for a display, from the command line or the environment.
 
-    It is the broker's control address where only that is given.
+    If only the control address is given, it is returned instead.
 
     Raises:
-        UsageError: there are two, it is not an address, or a file has none.
+        UsageError: two addresses are given, one is invalid, or a file has none.
     """
     given = _one_of({"ADDR": argument, "--feed": feed})
     if given is None and server is None:
@@ -139,7 +146,7 @@ def feed_of(
 
 
 def _one_of(given: dict[str, str | None]) -> tuple[str, str] | None:
-    """The name and value of the one that is given; None where none is."""
+    """The name and value of the given one; None if none is given."""
     found = [(name, value) for name, value in given.items() if value is not None]
     if len({value for _, value in found}) > 1:
         raise _two(found[0][1], *found[1])
@@ -147,7 +154,7 @@ def _one_of(given: dict[str, str | None]) -> tuple[str, str] | None:
 
 
 def _two(argument: str, name: str, option: str) -> UsageError:
-    return UsageError(f"Both {argument} and {name} {option} are given; leave one out.")
+    return UsageError(f"Both {argument} and {name} {option} are given; omit one of them.")
 
 
 def _variable(name: str) -> tuple[str, str] | None:
@@ -156,14 +163,14 @@ def _variable(name: str) -> tuple[str, str] | None:
 
 
 def fail(command: str, sentence: object, code: int = WRONG_USAGE) -> NoReturn:
-    """End a command with a sentence on its standard error and this exit code."""
+    """Print an error to standard error, and exit with this code."""
     typer.echo(f"{command}: {sentence}", err=True)
     raise typer.Exit(code) from None
 
 
 @contextmanager
 def failing_in_a_sentence(command: str) -> Iterator[None]:
-    """Within it, an error of the caller or of the other side ends the process with its sentence."""
+    """A context in which a DilocoError exits the process with its message."""
     try:
         yield
     except DilocoError as error:
@@ -171,7 +178,7 @@ def failing_in_a_sentence(command: str) -> Iterator[None]:
 
 
 def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:
-    """Give a command these options in place of its `**options`, before those of its own."""
+    """Replace the `**options` of a command by these options, before its own parameters."""
 
     def decorate(command: Any) -> Any:
         together = list(options)
@@ -185,7 +192,7 @@ def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:
 
 
 def _declare(command: Any, parameters: list[Parameter]) -> None:
-    """Let typer see these parameters."""
+    """Declare these parameters as the signature that typer reads."""
     command.__signature__ = Signature(parameters)
     command.__annotations__ = {each.name: each.annotation for each in parameters}
 
@@ -221,7 +228,7 @@ def with_version(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class App(typer.Typer):
-    """A program, or a group of commands in one: each has `--version`, and the help page of all."""
+    """A program or group of commands; each command has `--version` and the common help page."""
 
     def __init__(self, **settings: Any) -> None:
         plain = {"cls": Group, "rich_markup_mode": None, "pretty_exceptions_enable": False}

@@ -1,4 +1,4 @@
-"""The connection of a client that asks a broker and waits for the answer. Not for several threads."""
+"""The connection of a client that sends requests to a broker and waits for replies. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco_protocol.messages import Message
 
 
 class Dealer:
-    """See the head of this module. Raises UsageError where the address is none."""
+    """A DEALER socket with its handshake monitor. Raises UsageError for an invalid address."""
 
     OPTIONS: ClassVar[Mapping[int, int]] = {
         zmq.LINGER: 0,
@@ -25,7 +25,7 @@ class Dealer:
     }  # of the socket
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        # A context of its own: `close` then never waits for what others have queued.
+        # A separate context: `close` then never waits for messages of other sockets.
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         for option, value in self.OPTIONS.items():
@@ -41,14 +41,14 @@ class Dealer:
             raise wrong_address("The address", address) from None
 
     def send(self, message: Message, payload: Any = None) -> None:
-        """Raises TypeError or ValueError for what cannot be sent."""
+        """Send a message; raises TypeError or ValueError for values that cannot be sent."""
         self._socket.send_multipart(pack(message, payload))
 
     def receive(self, until: float) -> tuple[Message, Any] | None:
         """The next message and its payload; None when `time.monotonic()` has reached `until`.
 
-        Raises ProtocolError for bytes that are not a message, and UsageError where the broker wants a
-        key, or another one, or the address is that of its feed.
+        Raises ProtocolError for bytes that are not a message, and UsageError if the broker requires a
+        key or rejects this one, or the address is that of its feed.
         """
         while (left := until - time.monotonic()) > 0:
             ready = zmq.select([self._socket, self._monitor.socket], [], [], left)[0]
@@ -62,11 +62,11 @@ class Dealer:
 
     @property
     def failure(self) -> str | None:
-        """Why the last handshake failed, a sentence; None where it did not."""
+        """Why the last handshake failed, a sentence; None if it did not fail."""
         return self._monitor.failure
 
     def close(self) -> None:
-        """Close the socket; what has not been sent is dropped. Again does no harm."""
+        """Close the socket; unsent messages are dropped. May be called more than once."""
         self._monitor.close()
         self._socket.close(linger=0)
         self._context.term()

@@ -1,9 +1,9 @@
-"""Ask the peer that listens at an address, before any handshake, whether it asks for keys.
+"""Finds out whether a broker requires keys, from the greeting of its socket, before any handshake.
 
-A peer of ZMTP 3 (RFC 23) says in its greeting which mechanism it uses, as soon as it has seen that we
-speak that version too. Where the mechanisms differ both ends close the connection, and the one that is
-quicker leaves the other without a reason: on a busy machine a client may not learn it for a long time.
-This end says nothing of its own mechanism, so it is always told.
+A ZMTP 3 peer (RFC 23) sends its mechanism in the greeting as soon as we have announced that version. If
+the mechanisms differ, both ends close the connection, and if the peer closes first, the client does not
+learn the reason; on a busy machine that can repeat for a long time. This code does not send its own
+mechanism, so it always receives the peer's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import time
 
-# The signature, and the major version.
+# The signature and the major version of ZMTP 3.
 BEGINNING = b"\xff" + bytes(8) + b"\x7f\x03"
 GREETING_BYTES = 64
 MECHANISM = slice(12, 32)
@@ -19,7 +19,7 @@ ANSWERS_WITHIN_S = 0.5
 
 
 def asks_for_keys(address: str, within_s: float = ANSWERS_WITHIN_S) -> bool | None:
-    """Whether a ZeroMQ peer with keys listens there; None where that is not known."""
+    """Whether the ZeroMQ peer at an address requires keys; None if unknown."""
     until = time.monotonic() + within_s
     try:
         with _connected(address, within_s) as peer:

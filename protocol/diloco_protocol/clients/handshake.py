@@ -1,7 +1,7 @@
-"""Why the handshake of a broker and a client fails, from the events of ZeroMQ's monitor.
+"""Explains why the handshake of a broker and a client fails, from the events of ZeroMQ's monitor.
 
-ZeroMQ retries, or gives up, and reports no error: without this module a missing key looks like a broker
-that does not run.
+ZeroMQ retries or gives up without reporting an error: without this module a missing key would look like
+a broker that is not running.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from diloco_protocol.clients.greeting import asks_for_keys
 from diloco_protocol.clients.keys import VARIABLE, Keys
 from diloco_protocol.clients.mistaken_address import Mistaken, is_a_feed
 
-# To be watched besides whatever else a client watches.
+# Monitor events of a failed handshake.
 FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-# What `Handshakes` must see of a socket.
+# Monitor events that `Handshakes` needs.
 EXPLAINED = FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a handshake failed, a sentence. Where it `is_final` trying again cannot help.
+    """Why a handshake failed, a sentence. If it `is_final`, a retry cannot succeed.
 
-    `meant` is the broker's other address, where the one of the wrong socket was given and it says so.
+    `meant` is the correct address, if the address of the broker's other socket was given.
     """
 
     text: str
@@ -39,42 +39,43 @@ class Failure:
 
 
 def failure(event: int, address: str, *, has_keys: bool) -> Failure | None:
-    """What one event of a monitor says; None for those that are no failure.
+    """The failure that a monitor event reports; None for other events.
 
-    Where the event does not tell, the peer at the address is asked, for half a second at most.
+    If the event does not have the reason, the peer is queried, which takes at most 0.5 s.
     """
     if not event & FAILURES:
         return None
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return Failure(
-            "The broker does not let this key in: it was revoked, or made for another broker; "
+            "The broker rejected the key: it was revoked, or made for another broker; "
             "diloco-broker keygen makes a new one.",
             is_final=True,
         )
     is_clear = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     if not is_clear and asks_for_keys(address) is not (not has_keys):
         return Failure(
-            "Whoever answers there ends the connection at once: a broker that asks for a key or "
-            "another one (--keys), or a tunnel behind which no broker runs yet.",
+            "The peer closes the connection at once: it is a broker that requires a key or another "
+            "key (--keys), or a tunnel without a running broker behind it.",
             is_final=False,
         )
     if not has_keys:
         return Failure(
-            "The broker asks for a key; give the file that diloco-broker keygen made for you "
+            "The broker requires a key; give the key file that diloco-broker keygen made "
             f"(--keys FILE, keys=, or {VARIABLE}=FILE).",
             is_final=True,
         )
     return Failure(
-        "The broker asks for no key; is this the right broker, and was it started with --keys?",
+        "The broker uses no keys, but a key was given; check that the address is correct and that the "
+        "broker was started with --keys.",
         is_final=True,
     )
 
 
 class Handshakes:
-    """Explains each failed handshake of a socket, from its monitor's events in their order.
+    """Explains each failed handshake of a socket, from the events of its monitor in order.
 
-    Where the peer ends a handshake without a reason, `mistaken` finds out whether the address belongs to
-    the broker's other socket; that blocks for 2 s at most, and only then.
+    If the peer ends a handshake without a reason, `mistaken` checks whether the address belongs to the
+    broker's other socket, which blocks for at most 2 s.
     """
 
     def __init__(self, address: str, keys: Keys | None, mistaken: Mistaken = is_a_feed) -> None:
@@ -82,10 +83,10 @@ class Handshakes:
         self._is_up = False
 
     def failure(self, event: int) -> Failure | None:
-        """Why the handshake failed that ends with this event; None for any other event."""
+        """The failure of the handshake that ends with this event; None for other events."""
         was_up, self._is_up = self._is_up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         found = failure(event, self._address, has_keys=self._keys is not None)
-        # Without keys ZeroMQ reports a socket of the wrong type as a mere disconnection.
+        # Without keys ZeroMQ reports a socket of the wrong type only as a disconnection.
         is_ended = event == zmq.EVENT_DISCONNECTED and not was_up
         if is_ended or (found is not None and not found.is_final):
             mistake = self._mistaken(self._address, self._keys)
@@ -95,7 +96,7 @@ class Handshakes:
 
 
 class HandshakeMonitor:
-    """Watches a socket that is about to connect."""
+    """Monitors the handshakes of a socket; create it before the socket connects."""
 
     def __init__(
         self,
@@ -108,18 +109,18 @@ class HandshakeMonitor:
         self._handshakes = Handshakes(address, keys, mistaken)
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(EXPLAINED)
         self._count = 0
-        self.has_disconnected = False  # since the caller last reset it
-        self.failure: str | None = None  # of the last handshake; None where it succeeded
-        self.meant = ""  # the address that was meant, as of `Failure`
+        self.has_disconnected = False  # since the caller reset it
+        self.failure: str | None = None  # of the last handshake; None if it succeeded
+        self.meant = ""  # as in `Failure`
 
     def look(self) -> bool:
-        """Read the events. Returns whether a handshake failed for a reason that a retry cannot mend."""
+        """Read the events. Returns whether a handshake failed for good."""
         while self.socket.poll(0):
             event: int = parse_monitor_message(self.socket.recv_multipart())["event"]
             found = self._handshakes.failure(event)
             self.has_disconnected |= event == zmq.EVENT_DISCONNECTED
             if found is None and event == zmq.EVENT_DISCONNECTED:
-                continue  # it says nothing new: the reason, if any, came before
+                continue  # the reason, if any, came before
             self.failure = None if found is None else found.text
             self.meant = "" if found is None else found.meant
             self._count = 0 if found is None or found.is_final else self._count + 1
@@ -129,9 +130,9 @@ class HandshakeMonitor:
 
     @property
     def is_worth_telling(self) -> bool:
-        """Whether the handshake has failed thrice without a reason, which ZeroMQ goes on trying.
+        """Whether the handshake has failed three times without a final reason; ZeroMQ keeps retrying.
 
-        A broker that is killed in a handshake looks the same once.
+        A broker that is killed during a handshake causes one such failure.
         """
         return self._count >= 3
 

@@ -1,4 +1,4 @@
-"""How `--help` of every command looks: options under headings, two columns, as wide as the terminal."""
+"""The layout of `--help` for all commands: headings, two columns, the width of the terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ WIDEST = 100  # columns
 GENERAL = "General"
 _GENERAL_OPTIONS = frozenset({"version", "install_completion", "show_completion", "help"})
 _COMPLETION = frozenset({"install_completion", "show_completion"})
-# What stands for the value of an option, by its type. typer names types in one way, click in another.
+# Placeholders for the value of an option, by its type, as named by typer or by click.
 _VALUES = {"int": "N", "integer": "N", "float": "X", "Path": "PATH", "path": "PATH"}
 
 
 # Any: contexts and parameters are those of click, or of a copy that newer releases of typer have.
 class _Page:
-    """Mixed into a command of typer."""
+    """A mixin for commands of typer."""
 
     def __init__(self, *arguments: Any, context_settings: Any = None, **settings: Any) -> None:
         settings["context_settings"] = {"max_content_width": WIDEST} | (context_settings or {})
@@ -55,11 +55,11 @@ class _Page:
 
 
 class Command(_Page, TyperCommand):
-    """A command whose help is shown as above."""
+    """A command with this help page."""
 
 
 class Group(_Page, TyperGroup):
-    """A command with subcommands, the same."""
+    """A command with subcommands and this help page."""
 
 
 def _panel(param: Any) -> str:
@@ -74,10 +74,9 @@ def _name(argument: Any) -> str:
 
 
 def _names(param: Any) -> str:
-    """What is typed: the short name, the first long one and its opposite, and a placeholder for the
-    value.
+    """The short name, the first long one, its negation, and a placeholder for the value.
 
-    Further long names are aliases, and not shown.
+    Other long names are aliases and are not shown.
     """
     if param.param_type_name == "argument":
         return _name(param)

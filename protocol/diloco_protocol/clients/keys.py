@@ -1,8 +1,8 @@
-"""The key that a worker, an operator or a monitor shows to a broker: a file of a few lines of JSON.
+"""Key files, with which workers, operators and monitors authenticate to a broker.
 
-`diloco-broker keygen` makes it. It names its role and its owner, and holds the two halves of a CURVE key
-pair and the public half of the broker's, so that a machine needs this one file and nothing else.
-CURVE: http://curvezmq.org, in ZeroMQ as RFC 26.
+`diloco-broker keygen` makes them. A key file is JSON with a role, a name, a CURVE key pair, and the
+public key of the broker, so a machine needs only this file. CURVE: http://curvezmq.org, in ZeroMQ
+RFC 26.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Peer, Role, check_name
 
 VARIABLE = "DILOCO_KEYS"
-# The folder of `keygen` in which the files to hand out lie.
+# The subfolder of `keygen` with the key files for clients.
 HANDED_OUT = "clients"
-# A key of CURVE in ZeroMQ's own text form (RFC 32).
+# A CURVE key in Z85, the text form of ZeroMQ (RFC 32).
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 LARGEST_FILE = 4096  # bytes; a key file has about 300
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What is in a key file.
+    """The content of a key file.
 
     Attributes:
-        peer: whom the broker takes its owner for.
+        peer: role and name of its owner.
         public, secret: the key pair, in Z85.
-        broker: the public key of the broker, in Z85: the client speaks to no other broker.
+        broker: the public key of the only broker that is accepted, in Z85.
     """
 
     peer: Peer
@@ -44,13 +44,13 @@ class Keys:
     broker: bytes
 
     def lock(self, socket: zmq.Socket[Any]) -> None:
-        """Let this socket, before it connects, speak to that broker only, and prove who it is."""
+        """Make this socket authenticate, and accept only that broker. Call it before connecting."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.broker)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
     def as_plain(self) -> dict[str, object]:
-        """What stands in the file."""
+        """The JSON of the file."""
         return {
             "diloco_key": 1,
             "role": self.peer.role.value,
@@ -62,14 +62,14 @@ class Keys:
 
 
 def find_keys(given: str | os.PathLike[str] | None, *roles: Role) -> Keys | None:
-    """The key that was given, or that `DILOCO_KEYS` names; None where there is neither.
+    """The given key, or the one that `DILOCO_KEYS` names; None without either.
 
     Args:
-        given: a key file, or the folder that `diloco-broker keygen` made, if it has one key of these
-            roles to hand out. The first role that has one is taken.
+        given: a key file, or a folder of `diloco-broker keygen` with a single client key of one of these
+            roles; the first role with a key is used.
 
     Raises:
-        UsageError: what is wrong with it.
+        UsageError: the key cannot be used.
     """
     path = os.fspath(given) if given else os.environ.get(VARIABLE)
     if not path:
@@ -88,8 +88,8 @@ def _only_key_in(folder: Path, roles: tuple[Role, ...]) -> Path:
             raise UsageError(f"{folder / HANDED_OUT} has several keys; name the file: {names}.")
     wanted = " or ".join(role.value for role in roles)
     raise UsageError(
-        f"{folder} is a folder without the key of a {wanted}; give the key file that diloco-broker "
-        "keygen made for this machine."
+        f"{folder} has no key of a {wanted}; give the key file that diloco-broker keygen made for this "
+        "machine."
     )
 
 
@@ -97,13 +97,15 @@ def read_keys(file: Path) -> Keys:
     """Read a key file.
 
     Raises:
-        UsageError: it is not there, others may read it, or it is not a key file.
+        UsageError: it is missing, readable by other users, or not a key file.
     """
     try:
         plain = plain_of(read_secret(file))
         role = plain.get("role")
         if role not in list(Role):
-            raise ValueError("it is the broker's own" if role == "broker" else "it names no role")
+            raise ValueError(
+                "it is the broker's own" if role == "broker" else "it has no valid role"
+            )
         peer = Peer(Role(role), check_name(str(plain.get("name"))))
         keys = Keys(peer, *(key_of(plain, which) for which in ("public", "secret", "broker")))
     except OSError as error:
@@ -113,21 +115,21 @@ def read_keys(file: Path) -> Keys:
         ) from None
     except ValueError as error:
         raise UsageError(
-            f"{file} is not a key of a worker, operator or monitor: {error}. diloco-broker keygen makes "
-            "them."
+            f"{file} is not a key of a worker, operator or monitor: {error}; give a key file that "
+            "diloco-broker keygen made."
         ) from None
     if zmq.curve_public(keys.secret) != keys.public:
         raise UsageError(
-            f"The two halves of the key {file} do not belong together; make a new one."
+            f"The public and secret key in {file} do not match; make a new key: diloco-broker keygen."
         )
     return keys
 
 
 def read_secret(file: Path) -> bytes:
-    """The content of a file that only its owner may read.
+    """Read a file that only its owner may read.
 
     Raises:
-        UsageError: others may read it. OSError: it cannot be read.
+        UsageError: other users may read it. OSError: it cannot be read.
     """
     with file.open("rb") as opened:
         mode = os.fstat(opened.fileno()).st_mode
@@ -141,7 +143,7 @@ def read_secret(file: Path) -> bytes:
 
 
 def plain_of(text: bytes) -> dict[str, Any]:
-    """The map that a key file holds. Raises ValueError."""
+    """Parse the JSON map of a key file. Raises ValueError."""
     try:
         plain = json.loads(text)
     except RecursionError:
@@ -154,7 +156,7 @@ def plain_of(text: bytes) -> dict[str, Any]:
 
 
 def key_of(plain: dict[str, Any], which: str) -> bytes:
-    """One half of a pair, in Z85. Raises ValueError."""
+    """One key of the map, in Z85. Raises ValueError."""
     text = plain.get(which)
     if not isinstance(text, str) or not _KEY.fullmatch(text):
         raise ValueError(f"its {which} key is not 40 characters of Z85")

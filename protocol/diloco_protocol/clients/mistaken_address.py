@@ -1,7 +1,7 @@
 """Recognize a mistaken address: the feed's instead of the control address, the reverse, a misspelt name.
 
-ZeroMQ ends a connection between sockets of types that do not fit, and gives no reason. Over CURVE even
-the type is encrypted. So these functions connect with the type that would fit the other address.
+ZeroMQ closes a connection between incompatible socket types without a reason; over CURVE even the type
+is encrypted. So these functions connect with the type that fits the other address.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Control, Result
 
 HANDSHAKE_WITHIN_S = 0.5
-ANSWER_WITHIN_S = 1.5  # the feed publishes once a second
+ANSWER_WITHIN_S = 1.5  # seconds; the feed publishes once a second
 _ENDS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """An address of the broker, of its other socket."""
+    """The given address belongs to the broker's other socket."""
 
     text: str  # a sentence
-    meant: str  # the address that was meant; empty where the broker does not say
+    meant: str  # the correct address; empty if the broker does not report it
 
 
-# Address and keys; returns None where the address is not one of the other kind.
+# Takes address and keys; returns None if the address does not belong to the other socket.
 Mistaken = Callable[[str, Keys | None], Mistake | None]
 
 
 def is_a_feed(address: str, keys: Keys | None = None) -> Mistake | None:
     """Find out whether the address of a feed was given as the control address.
 
-    Takes `HANDSHAKE_WITHIN_S` at most, and `ANSWER_WITHIN_S` more where a feed publishes.
+    Takes at most `HANDSHAKE_WITHIN_S`, plus `ANSWER_WITHIN_S` if a feed publishes there.
     """
     with _connected(zmq.SUB, address, keys) as peer:
         if peer is None:
@@ -76,7 +76,7 @@ def is_a_control_address(address: str, keys: Keys | None = None) -> Mistake | No
 
 
 def _mistake(found: str, wanted: str, address: str, bound: str) -> Mistake:
-    """`bound`: what the broker says that the wanted socket is bound to; empty if it does not say."""
+    """`bound`: bound address of the correct socket, as the broker reports it; empty if unknown."""
     meant = as_reached(bound, address) if bound else ""
     advice = f"its {wanted} is {meant}" if bound else f"give the {wanted} that it printed"
     return Mistake(f"{address} is the {found} of the broker; {advice}.", meant)
@@ -87,20 +87,20 @@ def _received(peer: zmq.Socket[Any]) -> list[bytes] | None:
 
 
 def unknown_name(address: str) -> str | None:
-    """The end of a sentence about a host name that this machine cannot resolve; None if it can."""
+    """The end of a sentence about an unresolvable host name; None if the name can be resolved."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if not address.startswith("tcp://"):
         return None
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
-        return f"no address is known for the name {host!r}; is it spelt right?"
+        return f"the host name {host!r} cannot be resolved; check its spelling."
     return None
 
 
 @contextmanager
 def _connected(kind: int, address: str, keys: Keys | None) -> Iterator[zmq.Socket[Any] | None]:
-    """A socket of this type whose handshake with the peer succeeded; None if it failed."""
+    """A socket of this type after a successful handshake; None if the handshake failed."""
     with zmq.Context() as context, context.socket(kind) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.IPV6, int("[" in address))

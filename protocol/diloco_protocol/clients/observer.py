@@ -1,4 +1,4 @@
-"""Reading the newest parameters of a broker that is running, as anybody may who takes no part."""
+"""Reads the newest parameters of a running broker, without joining the run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from diloco_protocol.tensors.codecs import decode_chunk, segment_dtype
 from diloco_protocol.tensors.state_dict import assemble
 from diloco_protocol.version import VersionId
 
-# Chunks asked for at a time.
+# Chunks requested at a time.
 CREDIT = 16
 
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model as a broker had it."""
+    """A model that was read from a broker."""
 
-    tensors: dict[str, Tensor]  # its state dict, in its own shapes and dtypes
+    tensors: dict[str, Tensor]  # its state dict, in the original shapes and dtypes
     versions: tuple[VersionId, ...]  # of each trained fragment, in order
     reply_dtype: str = "fp32"  # of the run
 
@@ -38,9 +38,9 @@ class Observer(Operator):
     """Reads the newest parameters of a broker; `keys` are those of a worker or an operator."""
 
     def read(self) -> ReadModel:
-        """The whole model, each fragment in its newest version.
+        """Read the model, each fragment in its newest version.
 
-        Raises as `ask` does, and UsageError where the broker has no model, or stops in the middle of it.
+        Raises as `ask` does, and UsageError if the broker has no model, or stops sending it.
         """
         answer = self.ask("manifest")
         if not answer.ok:
@@ -63,7 +63,7 @@ class Observer(Operator):
         return ReadModel(tensors, versions, config.reply_dtype)
 
     def _pull(self, part: FragmentLayout, wire: str) -> tuple[list[Tensor], VersionId]:
-        """All chunks of the fragment's newest version; from the beginning where a newer one comes."""
+        """Read all chunks of the fragment's newest version; starts again if a newer one is released."""
         self._dealer.send(messages.Pull(part.fragment, credit=CREDIT))
         chunks: dict[int, Tensor] = {}
         version: VersionId | None = None

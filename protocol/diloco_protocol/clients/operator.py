@@ -1,4 +1,4 @@
-"""Asking a broker to do something, as the command line, the terminal and the page do."""
+"""Sends control actions to a broker, for the command line, the terminal and the web page."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from diloco_protocol.errors import Code, DilocoError, ProtocolError, Unreachable
 from diloco_protocol.messages import Control, Error, Result
 
 LONGEST_WHO = 200  # characters
-ANSWER_WITHIN_S = 5.0  # a broker in the longest turn of its loop is back long before
-# Of several addresses, how long each has to answer before the next is asked.
+ANSWER_WITHIN_S = 5.0  # far longer than the longest turn of a broker's loop
+# Seconds for each of several addresses to reply before the next is tried.
 PLACE_WITHIN_S = 1.5
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request, in a sentence."""
+    """The result of one request, as a sentence."""
 
-    ok: bool  # it was done; not where the broker refused or did not answer
+    ok: bool  # success; False if the broker refused or did not reply
     text: str
-    error: DilocoError | None = None  # why no broker answered; None where one did
+    error: DilocoError | None = None  # why the broker did not reply; None if it did
 
 
-# What the broker at an address has to do with the run, least first; see `claim_of`.
+# Claims of brokers that do not own the run, the weakest first; see `claim_of`.
 REPLACED, PASSIVE = -2.0, -1.0
-# Actions that any broker may be asked.
+# Actions that may be sent to any broker.
 READING = frozenset({"status", "manifest", "checkpoint", "piece"})
 
 
 def claim_of(status: Result) -> float:
-    """Whether a broker that answers so has the run: the greater the surer, infinite where it is sure.
+    """How certain it is that the broker with this status owns the run; infinite if it is certain.
 
-    One that refuses to tell is taken at its place: it will say why. A hub with a standby may have been
-    replaced and not know it yet: the higher term comes first.
+    A broker that refuses to report its status counts as the owner: its reply to the action has the
+    reason. A hub with a standby may have been replaced without knowing it, so the higher term wins.
     """
     if "hears_hub" in status.data:
         return PASSIVE
@@ -54,7 +54,7 @@ def claim_of(status: Result) -> float:
     return REPLACED if standby.get("is_replaced") else float(term if isinstance(term, int) else 0)
 
 
-# Address, action, arguments: displays steer by it, and their tests replace it.
+# The function by which displays send an action (address, action, arguments); tests replace it.
 Ask = Callable[[str, str, Mapping[str, object]], Answer]
 
 
@@ -67,7 +67,7 @@ def ask_once(
     who: str | None = None,
     keys: Keys | None = None,
 ) -> Answer:
-    """Connect, ask, and wait for the answer, in a thread that may wait; raises nothing of ours."""
+    """Connect, send an action, and wait for the reply. Blocks; returns errors, raises none of ours."""
     try:
         with Operator(address, timeout=timeout, who=who, keys=keys) as operator:
             result = operator.ask(action, **arguments)
@@ -80,21 +80,21 @@ S = TypeVar("S", bound="Operator")
 
 
 class Operator:
-    """Sends control actions to one broker, one at a time. Not for several threads.
+    """Sends control actions to one broker, one at a time. Not thread-safe.
 
         with Operator("tcp://127.0.0.1:8512") as operator:
             print(operator.ask("set", outer_lr=0.5).text)
 
     Args:
-        address: the control address that `diloco-broker serve` printed; tcp:// may be left out. Of
-            several, with commas in between, the one that has the run is asked.
-        timeout: seconds to wait for an answer.
-        who: written into the log of control actions; the user and host of this process by default. It
-            is what the asker says of itself; with a key its name is written, which is proven.
-        keys: the key of an operator, where the broker asks for one (`find_keys`).
+        address: the control address that `diloco-broker serve` printed; tcp:// may be omitted. Of
+            several, separated by commas, the broker that has the run is used.
+        timeout: seconds to wait for a reply.
+        who: name in the log of control actions; default: user and host of this process. It is not
+            verified; with a key the log has the name of the key instead.
+        keys: the key of an operator, if the broker requires keys (`find_keys`).
 
     Raises:
-        UsageError: the address is none.
+        UsageError: the address or the timeout is invalid.
     """
 
     def __init__(
@@ -113,32 +113,32 @@ class Operator:
         self.who = (this_user() if who is None else who)[:LONGEST_WHO]
         self._request = 0
         if not (timeout > 0 and math.isfinite(timeout)):
-            raise UsageError(f"The timeout must be positive and finite, got {timeout:g} s.")
+            raise UsageError(f"timeout must be positive and finite, got {timeout:g} s.")
         self._dealer = Dealer(self.address, keys)
-        self._refusal = ""  # the code of the error that was the last answer, if it was one
+        self._refusal = ""  # code of the last reply if it was an error
 
     def ask(self, action: str, **arguments: Any) -> Result:
-        """Have an action carried out. A broker that refuses answers with `ok` False and a reason.
+        """Send an action. If the broker refuses, the result has `ok` False and a reason.
 
         Raises:
-            Unreachable: no answer in time. The action may have been carried out, or may still be.
-            UsageError: an argument that cannot be sent, or the broker wants a key, or another one.
+            Unreachable: no reply in time. The action may have been executed, or may still be.
+            UsageError: an argument cannot be sent, or the broker requires a key or rejects this one.
         """
         if len(self._places) > 1:
             self._find(action)
         return self._ask(action, self.timeout, arguments)
 
     def find(self) -> str:
-        """The address of the broker that has the run. Raises as `ask` does."""
+        """Find the address of the broker that has the run. Raises as `ask` does."""
         if len(self._places) > 1:
             self._find("status")
         return self.address
 
     def _find(self, action: str) -> None:
-        """Of several addresses, take that of the broker that has the run; in doubt the newer one.
+        """Of several addresses, select the broker that has the run; in doubt the one with higher term.
 
-        A standby that has not taken over refuses by itself what it cannot do. A hub that was replaced
-        would do it, to no effect.
+        A standby that has not taken over refuses actions that it cannot execute. A hub that was replaced
+        would execute them without effect.
         """
         found: list[tuple[float, str]] = []
         for place in self._places:
@@ -156,14 +156,14 @@ class Operator:
         if not found:
             where = " and ".join(self._places)
             raise Unreachable(
-                f"No broker serves at {where}: start diloco-broker serve, or give the address that it "
+                f"No broker answers at {where}; start diloco-broker serve, or give the address that it "
                 "printed."
             )
         claim, place = max(found, key=lambda each: each[0])
         if claim == REPLACED and action not in READING:
             raise Unreachable(
-                f"The hub at {place} was replaced by its standby, which has the run and does not "
-                "answer; give the address of that."
+                f"The hub at {place} was replaced by its standby, which has the run but does not "
+                "answer; give the standby's address."
             )
         self._turn_to(place)
 
@@ -187,7 +187,7 @@ class Operator:
             if found is None:
                 break
             message, _ = found
-            if isinstance(message, Error):  # it answers no request by number
+            if isinstance(message, Error):  # it has no request number
                 self._refusal = message.code
                 return Result(self._request, False, message.text)
             if isinstance(message, Result) and message.request == self._request:
@@ -199,15 +199,15 @@ class Operator:
                 f"No answer from {self.address} within {self.timeout:g} s. {self._dealer.failure}"
             )
         raise Unreachable(
-            f"No answer from {self.address} within {self.timeout:g} s: is this the control address "
-            f"of a diloco-broker that runs? One that is only slow may still carry out {action!r}."
+            f"No answer from {self.address} within {self.timeout:g} s; check that it is the control "
+            f"address of a running diloco-broker. A slow broker may still execute {action!r}."
             if action not in ("status", "manifest")
-            else f"No answer from {self.address} within {self.timeout:g} s: start diloco-broker "
+            else f"No answer from {self.address} within {self.timeout:g} s; start diloco-broker "
             "serve, or give the control address that it printed."
         )
 
     def close(self) -> None:
-        """Close the socket; what has not been sent is dropped. Again does no harm."""
+        """Close the socket; unsent messages are dropped. May be called more than once."""
         self._dealer.close()
 
     def __enter__(self: S) -> S:
@@ -218,7 +218,7 @@ class Operator:
 
 
 def this_user() -> str:
-    """user@host of this process, as far as the system knows."""
+    """user@host of this process; the user is "unknown" if it has no name."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in some containers

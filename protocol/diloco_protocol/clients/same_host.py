@@ -1,6 +1,6 @@
-"""The Unix socket that a broker offers to workers of its own machine and user: cheaper than TCP.
+"""The Unix socket that a broker offers to workers of its machine and user: it is faster than TCP.
 
-It is an abstract one (unix(7), Linux alone): a name without a file, which goes with the process.
+It is an abstract socket (unix(7), Linux only): a name without a file, which disappears with the process.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import socket
 import struct
 import sys
 
-ABSTRACT = "ipc://@"  # how ZeroMQ writes it
+ABSTRACT = "ipc://@"  # prefix of abstract sockets in ZeroMQ
 OWN_SOCKET = f"{ABSTRACT}diloco-"
 PROBE_WITHIN_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 def leads_to(dialled: str, bound: str) -> bool:
-    """Whether a TCP address is that of a broker which is bound so, with nothing in between.
+    """Whether the TCP address `dialled` connects directly to a broker on this machine bound to `bound`.
 
-    A broker that is bound to every address of its machine has each that this machine has.
+    A broker bound to all addresses is reached at each address of this machine.
     """
     host, port = _host_and_port(dialled)
     own_host, own_port = _host_and_port(bound)
@@ -53,9 +53,9 @@ def _is_ours(host: str) -> bool:
 
 
 def can_be_entered(address: str) -> bool:
-    """Whether a program of this user listens at such a socket of this machine, by the kernel's word.
+    """Whether a process of this user listens at such a socket on this machine, as the kernel reports.
 
-    What a broker says is not enough: it could name any socket.
+    The broker's own report does not suffice: it could name any socket.
     """
     if not address.startswith(OWN_SOCKET) or sys.platform != "linux":
         return False

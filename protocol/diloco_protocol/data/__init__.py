@@ -1,1 +1,1 @@
-"""Units of a data set: which there are, and in which order an epoch has them."""
+"""Work units of a data set: sets of them, and their order in an epoch."""

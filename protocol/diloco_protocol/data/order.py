@@ -1,9 +1,9 @@
-"""The order in which an epoch has the units of a data set: worked out for each place, never stored.
+"""The order of the units of a data set in an epoch, computed for each position instead of stored.
 
-A *ticket* counts units over all epochs: ticket t is place t mod K of epoch t // K, and which unit stands
-at a place is a permutation that the seed and the epoch choose. It is a Feistel network over the next
-power of four, walked until it is below K (Black and Rogaway, "Ciphers with arbitrary finite domains",
-2002).
+A *ticket* counts units over all epochs: ticket t is position t mod K of epoch t // K. The unit at a
+position is given by a permutation that depends on seed and epoch: a Feistel network over the next power
+of four, iterated until the result is below K (Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROUNDS = 4
 
 
 def unit_of(ticket: int, size: int, seed: int | None) -> tuple[int, int]:
-    """Epoch and unit of a ticket, of a data set of `size` units; without a seed they come in order."""
+    """Epoch and unit of a ticket, for a data set of `size` units; without a seed units are in order."""
     epoch, place = divmod(ticket, size)
     if seed is None:
         return epoch, place

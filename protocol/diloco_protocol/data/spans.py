@@ -1,28 +1,28 @@
-"""Sets of whole numbers as ranges: what is handed out, given back and counted comes in long rows."""
+"""Sets of integers, stored as ranges, because assigned, returned and counted units are contiguous."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
-# Ranges that a message may have. What is handed out is in a row, so this is far from what is needed.
+# Limit of the ranges in a message; units are assigned contiguously, so far fewer are needed.
 MOST_RANGES = 4096
 LARGEST = 1 << 62
 
 
 class Spans:
-    """A set of whole numbers. Its memory grows with its ranges, not with what is in them."""
+    """A set of integers. Its memory grows with the number of ranges, not of elements."""
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
-        self._edges: list[int] = []  # start, stop, start, stop: ascending, no two the same
+        self._edges: list[int] = []  # start, stop, start, stop: strictly ascending
         for start, stop in ranges:
             self.add(start, stop)
 
     @classmethod
     def read(cls, flat: Iterable[object], most: int | None = MOST_RANGES) -> Spans:
-        """Of a message: start, stop, start, stop. Raises ValueError for what is not such a set.
+        """Read a set from its flat form: start, stop, start, stop. Raises ValueError if it is invalid.
 
-        `most` is how many ranges there may be; None in a file, which has all that the broker has.
+        `most` limits the number of ranges; None for files, which may have all ranges of a broker.
         """
         edges = list(flat)
         found = cls()
@@ -32,8 +32,8 @@ class Spans:
             raise ValueError("ranges must be start, stop, start, stop, each above the last")
         if most is not None and len(edges) > 2 * most:
             raise ValueError(
-                f"{len(edges) // 2} rows of units are under way, and {most} may be: give units more "
-                "samples, or the queue a larger prefetch"
+                f"too many ranges of units are pending: {len(edges) // 2}, the limit is {most}; give "
+                "units more samples, or the queue a larger prefetch"
             )
         return found
 
@@ -47,12 +47,12 @@ class Spans:
 
     @property
     def stop(self) -> int:
-        """One more than the largest; 0 of an empty set."""
+        """One more than the largest element; 0 for an empty set."""
         return self._edges[-1] if self._edges else 0
 
     @property
     def start(self) -> int:
-        """The smallest; the set must not be empty."""
+        """The smallest element; the set must not be empty."""
         return self._edges[0]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -67,7 +67,7 @@ class Spans:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spans) and self._edges == other._edges
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"Spans{tuple(self)}"
@@ -76,7 +76,7 @@ class Spans:
         return bisect_right(self._edges, number) % 2 == 1
 
     def add(self, start: int, stop: int) -> None:
-        """Add the numbers from `start` up to `stop`, which is not among them."""
+        """Add the integers from `start` to `stop` - 1."""
         self._put(start, stop, into=True)
 
     def remove(self, start: int, stop: int) -> None:
@@ -87,7 +87,7 @@ class Spans:
             return
         edges = self._edges
         first, last = bisect_left(edges, start), bisect_right(edges, stop)
-        # An edge stays where inside and outside meet now; before one at an even place it is outside.
+        # Keep an edge only between inside and outside; before an edge at an even index is outside.
         new = [start] if (first % 2 == 0) is into else []
         edges[first:last] = new + ([stop] if (last % 2 == 0) is into else [])
 
@@ -112,7 +112,7 @@ class Spans:
         return found
 
     def first(self, count: int) -> Spans:
-        """The `count` smallest of them, or all."""
+        """The `count` smallest elements, or all if there are fewer."""
         found = Spans()
         for start, stop in self:
             if count <= 0:

@@ -1,4 +1,4 @@
-"""How a model is split into fragments, which one is due when, and how a split is shown."""
+"""Splits of a model into fragments, their schedule, and their presentation."""
 
 from diloco_protocol.fragments.own_split import OwnSplit
 from diloco_protocol.fragments.patterns import PATTERNS, block_of, unit_of

@@ -1,10 +1,10 @@
-"""A user's own split of a model, as a JSON file: names or patterns of names, and a fragment for each.
+"""Custom splits of a model in JSON files, which map names or patterns of names to fragments.
 
     {"model.embed_tokens.*": 0, "model.layers.?.*": 1, "model.layers.1?.*": 2, "lm_head.weight": 0}
 
-A pattern is matched as file names are in a shell, against the whole name, dots included: `*` is any
-text, `?` one character, `[0-5]` one of these. Exactly one must match each trainable parameter, so that
-no file means something else than it seems to (`layers.1*` is also `layers.10`), and each must match one.
+Patterns are those of file names in a shell, and match the complete name including dots: `*` is any text,
+`?` one character, `[0-5]` one of these. Exactly one pattern must match each trainable parameter, to
+prevent mistakes (`layers.1*` also matches `layers.10`), and each pattern must match a parameter.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from diloco_protocol.manifest import Manifest, TensorEntry, summarise
 class OwnSplit:
     """The fragment of each pattern of names."""
 
-    source: str  # where it came from, for sentences: "--fragment-plan plan.json"
+    source: str  # its origin, for messages: "--fragment-plan plan.json"
     fragments: Mapping[str, int]  # by pattern
 
     @classmethod
     def from_json(cls, text: str, source: str) -> OwnSplit:
-        """Read a JSON object of whole numbers, 0 to P - 1 with none left out; raises UsageError."""
+        """Parse a JSON object whose values are 0 to P - 1 without gaps; raises UsageError."""
 
         def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             counts = Counter(name for name, _ in pairs)
@@ -44,7 +44,7 @@ class OwnSplit:
         try:
             fragments = json.loads(text, object_pairs_hook=once)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{source} is no JSON: {error!s:.200}.") from None
+            raise UsageError(f"{source} is not JSON: {error!s:.200}.") from None
         example = '{"model.embed*": 0, "model.layers.*": 1}'
         if not isinstance(fragments, dict) or not fragments:
             raise UsageError(f"{source} must hold an object like {example}.")
@@ -55,16 +55,16 @@ class OwnSplit:
         ]
         if wrong:
             raise UsageError(
-                f"{source}: a fragment is a whole number, 0 or more, as in {example}; "
+                f"{source}: fragments must be integers from 0 on, as in {example}; "
                 f"{summarise(wrong)}."
             )
         highest = max(fragments.values())
-        # Where the highest is not smaller than their count, a gap is below that.
+        # If the highest is at least the number of patterns, a gap is below that number.
         gaps = sorted(set(range(min(highest, len(fragments)))) - {*fragments.values()})
         if gaps:
             raise UsageError(
-                f"{source} has a fragment {highest} and none numbered "
-                f"{summarise([str(number) for number in gaps])}; number them from 0 without a gap."
+                f"{source} has a fragment {highest} but no fragment "
+                f"{summarise([str(number) for number in gaps])}; number them from 0 without gaps."
             )
         return cls(source, fragments)
 
@@ -74,14 +74,16 @@ class OwnSplit:
         return max(self.fragments.values()) + 1
 
     def plan(self, manifest: Manifest) -> FragmentPlan:
-        """Split a model by these patterns; raises UsageError, which names them, for a parameter that no
-        pattern matches, or more than one, a pattern that matches none, a fragment without elements.
+        """Split a model by these patterns.
+
+        Raises UsageError that names the problem: a parameter without a matching pattern or with several,
+        a pattern that matches no parameter, or a fragment without elements.
         """
         matching = {each.name: self._matching(each.name) for each in trainable_of(manifest)}
         missing = [name for name, patterns in matching.items() if not patterns]
         if missing:
             raise UsageError(
-                f"{self.source} says nothing of {len(missing)} trainable parameter(s): "
+                f"{self.source} has no pattern for {len(missing)} trainable parameter(s): "
                 f"{summarise(missing)}; give each a fragment."
             )
         twice = [
@@ -91,7 +93,7 @@ class OwnSplit:
         ]
         if twice:
             raise UsageError(
-                f"{self.source} names {len(twice)} parameter(s) more than once: {summarise(twice)}; "
+                f"{self.source} matches {len(twice)} parameter(s) more than once: {summarise(twice)}; "
                 "exactly one pattern must match each."
             )
         used = {pattern for patterns in matching.values() for pattern in patterns}
@@ -103,7 +105,7 @@ class OwnSplit:
         if idle:
             raise UsageError(
                 f"{self.source} has {len(idle)} pattern(s) that match no trainable parameter: "
-                f"{summarise(idle)}; correct them or leave them out."
+                f"{summarise(idle)}; correct or remove them."
             )
         return FragmentPlan.by(
             manifest, self.num_fragments, lambda name, _: self.fragments[matching[name][0]]

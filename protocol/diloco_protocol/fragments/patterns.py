@@ -1,10 +1,10 @@
-"""The patterns by which a model is split into fragments, by the names and sizes of what is trained.
+"""Patterns that split a model into fragments, by the names and sizes of trainable parameters.
 
-    strided      the paper's: block i of the model goes to fragment i mod P
-    contiguous   neighbouring blocks stay together, in P runs whose largest is as small as can be
-    balanced     single tensors, the largest first, each to the fragment that has the least so far
+    strided      as in the paper: block i of the model goes to fragment i mod P
+    contiguous   P runs of neighbouring blocks, whose largest is as small as possible
+    balanced     single tensors, the largest first, each to the smallest fragment so far
 
-A user's own split has no pattern (`FragmentPlan.by`); displays call it "own".
+A custom split has no pattern (`FragmentPlan.by`); displays call it "own".
 
 A *block* is one of the repeated layers. The first component of a name that is a decimal number, or
 that names a module and ends with "_" and one, ends the block's name: "model.layers.3.mlp.up.weight" is
@@ -25,10 +25,10 @@ from diloco_protocol.manifest import TensorEntry
 
 
 def block_of(name: str) -> str | None:
-    """The repeated layer that a parameter belongs to; see the head of this module."""
+    """The repeated layer (block) of a parameter; None outside of blocks."""
     parts = name.split(".")
     for index, part in enumerate(parts):
-        # "layers.3", and "encoder_layer_3.ln" of models that number attributes instead of a list.
+        # "layers.3", or "encoder_layer_3.ln" in models that number attributes.
         is_module = index + 1 < len(parts)
         if part.isdecimal() or (is_module and part.rpartition("_")[2].isdecimal()):
             return ".".join(parts[: index + 1])
@@ -36,14 +36,14 @@ def block_of(name: str) -> str | None:
 
 
 def unit_of(name: str) -> str:
-    """The block or module that a parameter belongs to; see the head of this module."""
+    """The unit of a parameter: its block, or its module outside of blocks."""
     return block_of(name) or name.rpartition(".")[0]
 
 
 def _units(entries: Sequence[TensorEntry], fewest: int) -> list[int]:
-    """The unit of each entry, counted from 0: a run of entries of the same block or module.
+    """The unit of each entry, numbered from 0: a run of entries of the same block or module.
 
-    Single tensors where there would be fewer than `fewest`.
+    If there are fewer than `fewest` units, each tensor is its own unit.
     """
     units: list[int] = []
     before = None
@@ -55,7 +55,7 @@ def _units(entries: Sequence[TensorEntry], fewest: int) -> list[int]:
 
 
 def strided(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
-    """Blocks in turn; what is outside goes with the block before it, at the head with the first."""
+    """Blocks in turn; other tensors go with the block before them, or with the first block."""
     blocks: dict[str, int] = {}
     for entry in entries:
         block = block_of(entry.name)
@@ -74,7 +74,7 @@ def strided(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
 
 
 def contiguous(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
-    """Runs of units with the smallest possible largest run."""
+    """Runs of units that minimize the largest run."""
     units = _units(entries, num_fragments)
     sizes = [0] * (units[-1] + 1)
     for unit, entry in zip(units, entries, strict=True):
@@ -84,11 +84,11 @@ def contiguous(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
 
 
 def _cut(sizes: Sequence[int], runs: int) -> Iterator[int]:
-    """Where each run of a cut ends (one past its last), the largest run being minimal.
+    """The end of each run (one past its last unit) of a cut with minimal largest run.
 
-    The smallest capacity is found by bisection: a capacity is enough if runs filled to it one after
-    the other reach the end. Of the cuts within it, each run takes the end at which it comes nearest
-    to the mean of what is left.
+    The smallest capacity is found by bisection: a capacity suffices if runs that are filled up to it in
+    order reach the end. Within that capacity, each run ends where its size is closest to the mean of
+    the remaining runs.
     """
     sums = [0, *accumulate(sizes)]
     number = len(sizes)
@@ -106,13 +106,13 @@ def _cut(sizes: Sequence[int], runs: int) -> Iterator[int]:
             high = middle
         else:
             low = middle + 1
-    # Runs that the sizes from each position on need at least.
+    # Minimum number of runs from each position on.
     needed = [0] * (number + 1)
     for start in reversed(range(number)):
         needed[start] = 1 + needed[reach(start, high)]
     start = 0
     for left in range(runs, 0, -1):
-        # Each later run must have a unit, and all of them must have room for what remains.
+        # Each later run needs a unit, and all together must have room for the remaining units.
         last = min(reach(start, high), number - left + 1)
         ends = [end for end in range(start + 1, last + 1) if needed[end] < left]
         rest = sums[-1] - sums[start]
@@ -122,7 +122,7 @@ def _cut(sizes: Sequence[int], runs: int) -> Iterator[int]:
 
 
 def balanced(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
-    """Single tensors by elements, which are bytes, since all travel in one dtype.
+    """Single tensors by number of elements, which is proportional to bytes in a common wire dtype.
 
     Longest processing time first: the largest fragment is within 4/3 of the smallest possible one
     (Graham 1969). Ties are broken by name; fragments are numbered by their earliest tensor.
@@ -141,7 +141,7 @@ def balanced(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
     return chosen
 
 
-# Each takes the entries that decide, and P, and returns the fragment of each.
+# Each takes the trainable entries with elements, and P, and returns the fragment of each entry.
 PATTERNS: Mapping[str, Callable[[Sequence[TensorEntry], int], list[int]]] = {
     "strided": strided,
     "contiguous": contiguous,

@@ -1,12 +1,12 @@
-"""Which parameters are in which fragment, and when each fragment is due: Streaming DiLoCo.
+"""The plan of Streaming DiLoCo: which parameters are in which fragment, and when each fragment is due.
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512) synchronises a model in P fragments, each
-every H steps, one after the other, so that the peak of the traffic falls by P.
+every H steps, one after the other, which reduces peak traffic by a factor of P.
 
 Schedule: slot i (0 .. P - 1) of each cycle of H steps is after step ((i + 1) H) // P, so the k-th
 slot since the origin (k = 0, 1, ...) is after step ((k + 1) H) // P and slots are floor(H / P) or
 ceil(H / P) steps apart. The k-th slot belongs to round first_round + k, and round n concerns
-fragment n mod P: every H consecutive steps hold each fragment exactly once, wherever they begin.
+fragment n mod P: any H consecutive steps contain each fragment exactly once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from diloco_protocol.fragments.patterns import PATTERNS
 from diloco_protocol.fragments.view import FragmentView, ParameterView, PlanView, buffer_bytes
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
 
-OWN = "own"  # what the pattern of a user's own split is called
+OWN = "own"  # name of the pattern of a custom split
 
-# The fragment of a parameter, by its name and shape.
+# Returns the fragment of a parameter, from its name and shape.
 Choose = Callable[[str, tuple[int, ...]], int]
 
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """Which trainable parameters are in which fragment; every one is in exactly one."""
+    """An assignment of every trainable parameter to exactly one fragment."""
 
     num_fragments: int  # P
     # Names of the parameters of each fragment, in the manifest's order. Every fragment has at least one
@@ -42,9 +42,9 @@ class FragmentPlan:
     ) -> FragmentPlan:
         """Split a model's trainable parameters; the same manifest always gives the same plan.
 
-        Where there are fewer blocks than fragments, `strided` deals out units instead of blocks;
-        where there are fewer units than fragments, `strided` and `contiguous` take single tensors
-        for units. A parameter without elements goes with the one before it.
+        With fewer blocks than fragments, `strided` distributes units instead of blocks; with fewer units
+        than fragments, `strided` and `contiguous` use single tensors as units. A parameter without
+        elements goes with the one before it.
 
         Args:
             manifest: the model's tensors in order.
@@ -52,7 +52,7 @@ class FragmentPlan:
             pattern: "strided", "contiguous" or "balanced"; see `patterns`.
 
         Raises:
-            UsageError: P is below 1, there are fewer trainable tensors than P, or no such pattern.
+            UsageError: P is below 1 or above the number of trainable tensors, or the pattern is unknown.
         """
         if num_fragments < 1:
             raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
@@ -60,8 +60,8 @@ class FragmentPlan:
         deciding = [e for e in trainable if e.elements > 0]
         if not deciding:
             raise UsageError(
-                "The model has no trainable parameters with elements, so there is nothing to put "
-                f"in num_fragments {num_fragments}; leave requires_grad on for what is trained."
+                "The model has no trainable parameters with elements for num_fragments "
+                f"{num_fragments}; set requires_grad of the parameters to train."
             )
         if len(deciding) < num_fragments:
             raise UsageError(
@@ -70,7 +70,7 @@ class FragmentPlan:
             )
         if pattern not in PATTERNS:
             raise UsageError(
-                f"The fragment pattern {pattern!r} is unknown; use one of {', '.join(PATTERNS)}."
+                f"Unknown fragment pattern {pattern!r}; use one of {', '.join(PATTERNS)}."
             )
         chosen = PATTERNS[pattern](deciding, num_fragments)
         current, following, numbers = chosen[0], iter(chosen), []
@@ -82,7 +82,7 @@ class FragmentPlan:
 
     @classmethod
     def by(cls, manifest: Manifest, num_fragments: int, choose: Choose) -> FragmentPlan:
-        """Split a model's trainable parameters as the caller says.
+        """Split a model's trainable parameters by a function of the caller.
 
         Args:
             manifest: the model's tensors in order.
@@ -91,7 +91,7 @@ class FragmentPlan:
 
         Raises:
             UsageError: numbers outside 0 .. P - 1, a fragment without elements, or an error in
-                `choose`; the sentence names the parameters.
+                `choose`; the message names the parameters.
         """
         if num_fragments < 1:
             raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
@@ -101,8 +101,8 @@ class FragmentPlan:
                 numbers.append(operator.index(choose(entry.name, entry.shape)))
             except Exception as error:
                 raise UsageError(
-                    f"The fragment of {entry.name} {list(entry.shape)} is not known, because the "
-                    f"split of one's own raised {error!r:.200}; it must return a whole number."
+                    f"The custom split raised {error!r:.200} for {entry.name} {list(entry.shape)}; "
+                    "it must return an integer."
                 ) from error
         wrong = [
             f"{entry.name} in {number}"
@@ -112,14 +112,13 @@ class FragmentPlan:
         if wrong:
             raise UsageError(
                 f"With num_fragments {num_fragments} the fragments are 0 to {num_fragments - 1}, but "
-                f"the split of one's own puts {summarise(wrong)}."
+                f"the custom split puts {summarise(wrong)}."
             )
         empty = _empty(trainable, numbers, num_fragments)
         if empty:
             raise UsageError(
-                f"The split of one's own leaves fragment {', '.join(map(str, empty))} without "
-                f"trainable elements; put parameters there, or use fewer than num_fragments "
-                f"{num_fragments}."
+                f"The custom split leaves fragment {', '.join(map(str, empty))} without trainable "
+                f"elements; put parameters there, or use fewer than num_fragments {num_fragments}."
             )
         return cls(num_fragments, _dealt(trainable, numbers, num_fragments))
 
@@ -127,15 +126,15 @@ class FragmentPlan:
     def from_numbers(
         cls, manifest: Manifest, numbers: Sequence[int], num_fragments: int
     ) -> FragmentPlan:
-        """Rebuild a plan from what `numbers` gave for the same manifest.
+        """Rebuild a plan from the result of `numbers` for the same manifest.
 
-        Raises ProtocolError where they do not fit it, or leave a fragment without elements.
+        Raises ProtocolError if they do not fit it, or leave a fragment without elements.
         """
         if len(numbers) != len(manifest.entries):
-            raise _misfit(f"there are {len(numbers)} for {len(manifest.entries)} tensors")
+            raise _misfit(f"{len(numbers)} numbers for {len(manifest.entries)} tensors")
         trainable = trainable_of(manifest)
         deciding = sum(e.elements > 0 for e in trainable)
-        # Before anything of length P is made: P came from the peer.
+        # Checked before allocating lists of length P, which the peer chose.
         if not 1 <= num_fragments <= deciding:
             raise _misfit(f"{deciding} trainable tensor(s) cannot fill {num_fragments} fragments")
         chosen = []
@@ -153,10 +152,10 @@ class FragmentPlan:
         return cls(num_fragments, _dealt(trainable, chosen, num_fragments))
 
     def numbers(self, manifest: Manifest) -> tuple[int, ...]:
-        """Fragment of each manifest entry, in order: the plan as it travels.
+        """The fragment of each manifest entry, in order: the wire form of the plan.
 
-        Buffers have P - 1 and frozen parameters P, as in `chunks.lay_out`. Raises UsageError where the
-        plan was made for a model with other trainable parameters.
+        Buffers have P - 1 and frozen parameters P, as in `chunks.lay_out`. Raises UsageError if the plan
+        was made for a model with other trainable parameters.
         """
         fragment_of = self.fragment_of
         strangers = sorted({e.name for e in trainable_of(manifest)} ^ set(fragment_of))
@@ -172,15 +171,13 @@ class FragmentPlan:
 
     @property
     def fragment_of(self) -> dict[str, int]:
-        """Fragment of each trainable parameter by name; what `chunks.lay_out` takes."""
+        """The fragment of each trainable parameter by name, for `chunks.lay_out`."""
         return {name: number for number, names in enumerate(self.fragments) for name in names}
 
     def parameters(self, fragment: int) -> tuple[str, ...]:
         """Names of a fragment's parameters; raises UsageError outside 0 .. P - 1."""
         if not 0 <= fragment < self.num_fragments:
-            raise UsageError(
-                f"The plan has no fragment {fragment}; use 0 to {self.num_fragments - 1}."
-            )
+            raise UsageError(f"Invalid fragment {fragment}; use 0 to {self.num_fragments - 1}.")
         return self.fragments[fragment]
 
     def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:
@@ -209,7 +206,7 @@ class FragmentPlan:
         wire_dtype: str = "bf16",
         reply_dtype: str = "fp32",
     ) -> PlanView:
-        """What the plan means, for people: parameters, bytes and the step of the cycle, by fragment.
+        """Describe the plan for people: parameters, bytes and step in the cycle, by fragment.
 
         Args:
             manifest: the model that the plan was made for; `diloco_worker.manifest_of(module)`.
@@ -217,9 +214,9 @@ class FragmentPlan:
             wire_dtype, reply_dtype: of pushes, one of `WIRE_DTYPES`, and of replies, of `REPLY_DTYPES`.
 
         Raises:
-            UsageError: H is below P, no such dtype, or the plan is of another model.
+            UsageError: H is below P, a dtype is unknown, or the plan belongs to another model.
         """
-        self.numbers(manifest)  # raises where it is another model's
+        self.numbers(manifest)  # raises UsageError for another model
         due = slots(sync_every, self.num_fragments)
         check_wire_dtype(wire_dtype)
         check_wire_dtype(reply_dtype, REPLY_DTYPES)
@@ -252,19 +249,19 @@ def slots(sync_every: int, num_fragments: int) -> tuple[int, ...]:
         raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
     if sync_every < num_fragments:
         raise UsageError(
-            f"sync_every {sync_every} is below num_fragments {num_fragments}, and each fragment "
-            f"needs a step of its own; use sync_every {num_fragments} or more, or fewer fragments."
+            f"sync_every {sync_every} is below num_fragments {num_fragments}, but each fragment "
+            f"needs its own step; use sync_every {num_fragments} or more, or fewer fragments."
         )
     return tuple((i + 1) * sync_every // num_fragments for i in range(num_fragments))
 
 
 def longest_delay(sync_every: int, num_fragments: int) -> int:
-    """Steps after which training waits for a reply that it would merge whenever it comes.
+    """Default steps after which training pauses to wait for a reply that is merged on arrival.
 
-    H/P, the distance to the next fragment's slot: a network that needs longer for each fragment falls
-    behind for good, so a longer delay would win nothing, and would overwrite more local steps
-    (alpha 0) with older parameters. Never more than H/2, for a model that is one fragment: half of the
-    steps of each cycle come after the merge.
+    H/P, the distance to the next fragment's slot: a network that needs longer for each fragment never
+    catches up, so a longer delay would gain nothing, and would overwrite more local steps (alpha 0) with
+    older parameters. At most H/2, for a single fragment, so half of the steps of each cycle follow the
+    merge.
     """
     return sync_every // max(num_fragments, 2)
 
@@ -276,7 +273,7 @@ def trainable_of(manifest: Manifest) -> list[TensorEntry]:
 def _dealt(
     entries: Sequence[TensorEntry], numbers: Sequence[int], num_fragments: int
 ) -> tuple[tuple[str, ...], ...]:
-    """The names in each fragment, where these are the numbers of the entries."""
+    """The names in each fragment, from the fragment number of each entry."""
     fragments: list[list[str]] = [[] for _ in range(num_fragments)]
     for entry, number in zip(entries, numbers, strict=True):
         fragments[number].append(entry.name)
@@ -289,7 +286,7 @@ def _empty(entries: Sequence[TensorEntry], numbers: Sequence[int], num_fragments
 
 
 def _fixed(entry: TensorEntry, num_fragments: int) -> int:
-    """The number of an entry that is not trained."""
+    """The fragment number of an entry that is not trained."""
     return num_fragments - 1 if entry.kind is Kind.BUFFER else num_fragments
 
 
@@ -297,5 +294,5 @@ def _misfit(problem: str) -> ProtocolError:
     return ProtocolError(
         Code.BAD_HEADER,
         f"The fragment numbers do not fit the model: {problem}; send one for each tensor of the "
-        "manifest, 0 to P - 1 where it is trainable, P - 1 for buffers, P for frozen parameters.",
+        "manifest: 0 to P - 1 for trainable parameters, P - 1 for buffers, P for frozen parameters.",
     )

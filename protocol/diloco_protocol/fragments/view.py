@@ -1,4 +1,4 @@
-"""What a fragment plan means: which parameters, how many bytes, and when in the cycle. For people."""
+"""Descriptions of a fragment plan for people: parameters, bytes, and steps in the cycle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco_protocol.manifest import Kind, TensorEntry
 
 @dataclass(frozen=True)
 class ParameterView:
-    """One trainable parameter: elements, and bytes of it in a push (up) and in a reply (down)."""
+    """One trainable parameter: its elements, and its bytes in a push (up) and in a reply (down)."""
 
     name: str
     shape: tuple[int, ...]
@@ -21,19 +21,19 @@ class ParameterView:
 
 @dataclass(frozen=True)
 class FragmentView:
-    """One fragment of a plan. Bytes hold the model's buffers in fragment P - 1."""
+    """One fragment of a plan. The bytes of fragment P - 1 include the model's buffers."""
 
     fragment: int  # its number, 0 .. P - 1
-    due: int  # the step of a cycle of H, 1 .. H, after which it is pushed; and so every H steps
-    parameters: tuple[ParameterView, ...]  # those in it, in the manifest's order
+    due: int  # step of a cycle, 1 .. H, after which it is pushed
+    parameters: tuple[ParameterView, ...]  # its parameters, in the manifest's order
     elements: int  # of these parameters
-    bytes_up: int  # of one push of it by one worker
+    bytes_up: int  # of one push of one worker
     bytes_down: int  # of the reply to one worker
 
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan for one model, as `FragmentPlan.view` gives it."""
+    """A plan for one model, as returned by `FragmentPlan.view`."""
 
     sync_every: int
     wire_dtype: str
@@ -42,13 +42,13 @@ class PlanView:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the largest push over their mean: 1 is perfectly even, P is all in one."""
+        """Bytes of the largest push divided by the mean: 1 is perfectly even, P means all in one."""
         sizes = [each.bytes_up for each in self.fragments]
         return max(sizes) * len(sizes) / sum(sizes)
 
 
 def buffer_bytes(entry: TensorEntry) -> int:
-    """Bytes that a buffer takes in each push and reply of the last fragment; 0 for what is none."""
+    """Bytes of a buffer in each push and reply of the last fragment; 0 for other tensors."""
     if entry.kind is not Kind.BUFFER:
         return 0
     dtype = BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE

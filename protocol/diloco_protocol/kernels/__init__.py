@@ -1,8 +1,8 @@
-"""Tensor work on chunks in host memory by compiled kernels, in one pass over memory each (kernels.c).
+"""Compiled kernels for tensor work on chunks in host memory, each in one pass over memory (kernels.c).
 
-`ready` returns them. Where it returns None, torch does the same work in more passes, with the same bits:
-where the package was built without a C compiler, where they round in another way than torch does on this
-machine, and with `DILOCO_KERNELS=torch`.
+`ready` returns them. If it returns None, torch does the same work in more passes, with identical
+results: if the package was built without a C compiler, if the kernels round differently from torch on
+this machine, or with `DILOCO_KERNELS=torch`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from diloco_protocol.dtypes import BLOCK, SCALE_BYTES
 logger = logging.getLogger("diloco.kernels")
 SWITCH = "DILOCO_KERNELS"
 LIBRARY = Path(__file__).with_name("kernels.so")  # built by hatch_build.py
-# How the values of a chunk lie in memory; the last two are scales and codes.
+# Memory formats of a chunk; the last two are scales and codes.
 FP32, BF16, FP16, INT8, INT4 = range(5)
 FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-CODE_BYTES = {INT8: BLOCK, INT4: BLOCK // 2}  # of a block
-# The bits of the smallest magnitude that is rounded to infinity, by the form it is rounded to.
+CODE_BYTES = {INT8: BLOCK, INT4: BLOCK // 2}  # bytes of the codes of a block
+# The bits of the smallest fp32 magnitude that is rounded to infinity, by target format.
 OVERFLOW = {FP32: 0x7F800000, BF16: 0x7F7F8000, FP16: 0x477FF000}
 
 
 def coded_bytes(form: int, elements: int) -> int:
-    """The size of a coded chunk."""
+    """The size of a coded chunk, in bytes."""
     return -(-elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[form])
 
 
@@ -75,7 +75,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A chunk as kernels read it: the form of its values, its memory on the host, at any address."""
+    """A chunk as an input of kernels: its format, and its host memory, which may be unaligned."""
 
     form: int
     data: Tensor  # contiguous
@@ -83,18 +83,18 @@ class Source:
 
     @classmethod
     def of(cls, values: Tensor) -> Source:
-        """Values in one of the dtypes in `FORMS`."""
+        """A source of values in one of the dtypes in `FORMS`."""
         assert values.is_contiguous()
         return cls(FORMS[values.dtype], values, values.numel())
 
     @classmethod
     def coded(cls, form: int, data: Tensor, elements: int) -> Source:
-        """Scales and codes, as bytes."""
+        """A source of scales and codes, as bytes."""
         assert data.numel() == coded_bytes(form, elements)
         return cls(form, data, elements)
 
     def values(self) -> Tensor:
-        """The values it was made `of`."""
+        """The values that were given to `of`."""
         assert self.data.dtype in FORMS, "only kernels read coded chunks"
         return self.data
 
@@ -104,9 +104,9 @@ Terms = Sequence[tuple[Source, float]]
 
 
 class Kernels:
-    """The functions of kernels.c. Tensors are 1-D, contiguous, on the host; those without a dtype fp32.
+    """The functions of kernels.c. Tensors are 1-D, contiguous, on the host, and fp32 unless stated.
 
-    They do not hold the interpreter's lock.
+    The functions release the interpreter's lock.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -121,7 +121,7 @@ class Kernels:
         self._library.diloco_add_up(*_sum(terms, divisor, elements), _at(out, elements))
 
     def squares(self, source: Source) -> float | None:
-        """The sum of squared values of a coded chunk; None where one may be too large for fp32."""
+        """The sum of squared values of a coded chunk; None if a value may be too large for fp32."""
         found: float = self._library.diloco_squares(
             source.form, source.data.data_ptr(), source.elements
         )
@@ -137,15 +137,15 @@ class Kernels:
         sign: float = 1.0,
         followed: Tensor | None = None,
     ) -> int | None:
-        """Scales and codes of y = values + sign other, into the bytes `out`.
+        """Encode y = values + sign other as scales and codes into the bytes `out`.
 
         Args:
-            codec: the form, and whether scales are roots of mean squares.
-            followed: memory for other + D(y), where D(y) is what the codes say.
+            codec: the format, and whether scales are roots of mean squares.
+            followed: memory for other + D(y), where D(y) is the decoded y.
 
         Returns:
-            The checksum of `followed`, or 0. None when y or `followed` is not finite: then neither
-            memory has anything of use.
+            The checksum of `followed`, or 0 without it. None if y or `followed` is not finite; then the
+            content of both is undefined.
         """
         elements, (form, is_rms) = values.numel(), codec
         assert out.numel() == coded_bytes(form, elements)
@@ -159,10 +159,10 @@ class Kernels:
     def shift(
         self, source: Source, values: Tensor, other: Tensor | None, sign: float, out: Tensor
     ) -> int | None:
-        """out <- (values + other) + sign x, x being a coded chunk; `out` may be one of them.
+        """out <- (values + other) + sign x, where x is a coded chunk; `out` may be one of them.
 
         Returns:
-            The checksum of the result; None when it is not finite.
+            The checksum of the result; None if it is not finite.
         """
         elements = source.elements
         checksum, top = c_uint64(), c_uint32()
@@ -185,10 +185,10 @@ class Kernels:
         """A step with the mean of the terms: see `diloco_nesterov`.
 
         Args:
-            momentum: None where there is none yet.
-            settings: mu, the learning rate, and whether it is Nesterov's form.
-            out: memory for the parameters, for the momentum (None: there is none) and for the
-                parameters in wire form, which is the first where they travel in fp32.
+            momentum: None before the first step.
+            settings: mu, the learning rate, and whether it is Nesterov momentum.
+            out: memory for the parameters, for the momentum (None: not kept) and for the parameters in
+                wire form, which is the first if that is fp32.
 
         Returns:
             Whether the parameters are finite in wire form.
@@ -213,9 +213,9 @@ class Kernels:
         """A step of Delayed Nesterov: see `diloco_delayed`.
 
         Args:
-            state: the buffer's sum and the momentum; None where there is none yet.
+            state: the buffer's sum and the momentum; None if it does not exist yet.
             settings: mu, the buffer's size at a boundary (otherwise 0), the rates of g and m', and
-                whether m' takes part.
+                whether m' is applied.
             out: memory for the parameters, for m' at a boundary (otherwise the buffer's sum) and for
                 the parameters in wire form, as in `nesterov`.
 
@@ -231,7 +231,7 @@ class Kernels:
         return top < OVERFLOW[FORMS[wire.dtype]]
 
     def agree(self) -> bool:
-        """Whether a weighted sum and a step have torch's bits: it may not fuse on some machine."""
+        """Whether a weighted sum and a step equal torch's bit for bit, which may fuse differently."""
         made = torch.Generator().manual_seed(0)
         one, other, theta, m = torch.randn(4, 1029, generator=made)
         mean = one.mul(0.3).add_(other, alpha=0.7).div_(1.1)
@@ -244,31 +244,31 @@ class Kernels:
         return torch.equal(kept, after) and torch.equal(moved, wanted)
 
 
-@cache  # asked several times for each chunk
+@cache  # called several times for each chunk
 def ready() -> Kernels | None:
-    """Return the kernels; None where torch has to do their work."""
+    """Return the kernels; None if torch must do their work."""
     return None if os.environ.get(SWITCH) == "torch" else load()
 
 
 @cache
 def load() -> Kernels | None:
-    """Load the library once. Returns None, and logs why, where it cannot be used."""
-    # On x86 they are built for AVX2 and FMA, the least for which torch fuses products and sums.
+    """Load the library once. Returns None, and logs the reason, if it cannot be used."""
+    # On x86 they are built for AVX2 and FMA, with which torch fuses products and sums too.
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     try:
         if not LIBRARY.exists():
-            raise OSError("none were built when the package was installed; it takes a C compiler")
+            raise OSError("the package was installed without a C compiler")
         if is_x86 and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             raise OSError("this processor has no AVX2")
         library = ctypes.CDLL(str(LIBRARY))
         source = hashlib.blake2b(LIBRARY.with_suffix(".c").read_bytes(), digest_size=8).hexdigest()
         if (c_char * len(source)).in_dll(library, "diloco_source").value.decode() != source:
-            raise OSError("they were built from other sources; install the package again")
+            raise OSError("they were built from other sources; reinstall the package")
         kernels = Kernels(library)
         if not kernels.agree():
-            raise OSError("they round in another way than torch on this machine")
+            raise OSError("they round differently from torch on this machine")
     except (OSError, ValueError) as error:
-        logger.info("Tensor work is done by torch, without compiled kernels: %s.", error)
+        logger.info("Using torch instead of compiled kernels for tensor work: %s.", error)
         return None
     return kernels
 

@@ -1,1 +1,1 @@
-"""What touches tensors: how chunks are encoded, memory for them, chunks of a state dict."""
+"""Code that uses torch: codecs of chunks, memory for them, and conversion of state dicts."""

@@ -1,19 +1,19 @@
-"""Codecs of few bits: blocks of 256 elements, each with a scale in bf16 (docs/codecs.md).
+"""Quantized codecs: blocks of 256 elements, each with a scale in bf16 (protocol/CODECS.md).
 
-A chunk is the scales of its blocks, then their codes; the last block is filled up with zeros. A value is
-its code times its block's scale. bf16 has 8 significant bits and a code 7 at most, so the product is
-exact in fp32: every decoder computes the same bits. Codes are rounded to the nearest; to round at
-random would need the state of a generator in every checkpoint, and errs more.
+A chunk has the scales of its blocks, then their codes; the last block is padded with zeros. A value is
+its code times its block's scale. bf16 has 8 significant bits and a code at most 7, so the product is
+exact in fp32, and all decoders get identical bits. Codes are rounded to the nearest; stochastic rounding
+would need the state of a generator in every checkpoint, and has a larger error.
 
 - int8: scale = largest magnitude / 127, rounded up to bf16.
 - int4: scale = largest magnitude / 7, rounded up to bf16.
-- int4z: scale = root of the mean square, so few values are clipped and most are zero; what the codes say
-  is then packed by zstd (RFC 8878). Squares are added half to half until one is left: an order that
-  torch, the kernels and accelerators have in common.
+- int4z: scale = root of the mean square, so few values are clipped and most are zero; the codes are then
+  compressed by zstd (RFC 8878). Squares are summed by adding one half to the other until one is left, an
+  order that torch, the kernels and accelerators share.
 
-Values are encoded on their device and decoded on that of `out`; the bytes are on the host. What torch
-does here in several passes a compiled kernel does in one, with the same bits (`kernels`), where there
-is one and the values are on the host.
+Values are encoded on their device and decoded on that of `out`; the bytes are on the host. If kernels
+are available and the values are on the host, one kernel does in one pass what torch does in several,
+with identical results (`kernels`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.kernels import CODE_BYTES, INT4, INT8, Source, coded_bytes
 
 ZSTD_LEVEL = 1
-# Lengths of a block whose squares fp32 has room for.
+# Range of norms of a block whose squares neither underflow nor overflow in fp32.
 SMALL, LARGE = 1e-14, 1e18
 HALF = BLOCK // 2
 LARGEST = {INT8: 127, INT4: 7}  # codes are -LARGEST to LARGEST
@@ -41,12 +41,12 @@ LARGEST = {INT8: 127, INT4: 7}  # codes are -LARGEST to LARGEST
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of fp32 values, 1-D and finite."""
+    """Encoded fp32 values, 1-D and finite."""
 
     payload: memoryview
     elements: int
     decode: Callable[[Any, int, Tensor | None], Tensor]
-    data: Any  # what `decode` takes
+    data: Any  # the argument of `decode`
     source: Source | None = None  # the same for kernels
 
     def read(self, out: Tensor | None = None) -> Tensor:
@@ -55,10 +55,10 @@ class Encoded:
 
 
 class _Between(threading.local):
-    """Memory for what is between values and bytes, and zstd's: each thread has its own, used again.
+    """Reused memory for intermediate results and zstd contexts; each thread has its own.
 
-    Fresh memory of the size of a chunk costs the system a page for every 4 KiB, each time. Accelerators
-    have an allocator that keeps memory.
+    Fresh memory of the size of a chunk costs the kernel a page fault for every 4 KiB. Accelerators have
+    a caching allocator.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Between(threading.local):
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Uninitialised; until the next call for the same name."""
+        """An uninitialised tensor, valid until the next call with the same name."""
         if device.type != "cpu":
             return torch.empty(rows, columns, dtype=dtype, device=device)
         elements = rows * columns
@@ -80,25 +80,25 @@ class _Between(threading.local):
 
 
 _between = _Between()
-# Returns uninitialised memory of the given size in bytes on the host, for a payload.
+# Returns uninitialised host memory of this number of bytes, for a payload.
 NewBytes = Callable[[int], Tensor]
 
 
 def new_bytes(count: int) -> Tensor:
-    """In fresh memory."""
+    """Allocate fresh memory."""
     return torch.empty(count, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """One of these codecs; on the host its chunks are of this `form`, once they are unpacked."""
+    """One of these codecs; unpacked chunks on the host have the format `form`."""
 
     form: int
     is_rms: bool = False  # scales by the root of the mean square, not by the largest magnitude
     is_packed: bool = False
 
     def encode(self, values: Tensor, new: NewBytes = new_bytes) -> Encoded:
-        """fp32 values. Those of a packed codec may be of any length: `new` is used for the codes."""
+        """Encode fp32 values. `new` allocates the payload, or for a packed codec the unpacked codes."""
         fast = kernels.ready()
         if fast is None or values.device.type != "cpu":
             return self._encoded(self._by_torch(values, new), values.numel())
@@ -116,10 +116,11 @@ class BlockCodec:
         sign: float = 1.0,
         followed: Tensor | None = None,
     ) -> tuple[Encoded, int] | None:
-        """`values + sign other`, on the host; None when that, or `followed`, is not finite.
+        """Encode `values + sign other`, on the host.
 
         Returns:
-            Besides, the checksum of `followed`, which receives `other` plus the decoded values.
+            The encoded sum, and the checksum of `followed`, which receives `other` plus the decoded
+            values. None if the sum or `followed` is not finite.
         """
         made = new(coded_bytes(self.form, values.numel()))
         checksum = fast.encode(
@@ -128,14 +129,14 @@ class BlockCodec:
         return None if checksum is None else (self._encoded(made, values.numel()), checksum)
 
     def source(self, payload: Any, elements: int) -> Source:
-        """A chunk for kernels, unpacked; raises as `decode` does."""
+        """Unpack a chunk as an input of kernels; raises as `decode` does."""
         return Source.coded(self.form, self._unpacked(payload, elements), elements)
 
     def decode(self, payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
-        """The fp32 values of such bytes, in `out` if it is given.
+        """Decode a payload to fp32 values, in `out` if given.
 
         Raises:
-            ProtocolError: they cannot be unpacked, or not to as many codes as there must be.
+            ProtocolError: it cannot be unpacked, or unpacks to a wrong number of codes.
         """
         return self._decode_unpacked(self._unpacked(payload, elements), elements, out)
 
@@ -143,7 +144,7 @@ class BlockCodec:
         payload = data.numpy().data
         if self.is_packed:
             ends = -(-elements // BLOCK) * SCALE_BYTES
-            # No `bytes`, which torch does not like to read.
+            # A bytearray: torch warns about read-only `bytes`.
             packed = bytearray(payload[:ends])
             packed += _between.compress(payload[ends:])
             payload = memoryview(packed)
@@ -151,7 +152,7 @@ class BlockCodec:
         return Encoded(payload, elements, self._decode_unpacked, data, source)
 
     def _unpacked(self, payload: Any, elements: int) -> Tensor:
-        """Scales and codes, which share the memory of the payload where it is not packed."""
+        """Scales and codes, which share the memory of the payload if it is not packed."""
         if not self.is_packed:
             return torch.frombuffer(
                 payload, dtype=torch.uint8, count=coded_bytes(self.form, elements)
@@ -163,7 +164,7 @@ class BlockCodec:
             raise ProtocolError(Code.BAD_CHUNK, text)
         scales, packed = given[: count * SCALE_BYTES], given[count * SCALE_BYTES :]
         try:
-            # What the frame says of its size is asked first: it would be believed, and the memory taken.
+            # Check the size in the frame header first: the decompressor would allocate it.
             size = zstandard.frame_content_size(packed)
             is_fit = size == wanted
             codes = _between.decompress(packed, allow_extra_data=False) if is_fit else b""
@@ -179,7 +180,7 @@ class BlockCodec:
         return torch.frombuffer(data, dtype=torch.uint8)
 
     def _by_torch(self, values: Tensor, new: NewBytes) -> Tensor:
-        """Scales and codes, on the host."""
+        """Compute scales and codes with torch; the result is on the host."""
         blocks, largest = _blocks_of(values), LARGEST[self.form]
         made, scales, room = _room(blocks, CODE_BYTES[self.form], new)
         if self.is_rms:
@@ -216,7 +217,7 @@ INT4Z_CODEC = BlockCodec(INT4, is_rms=True, is_packed=True)
 
 
 def _blocks_of(values: Tensor) -> Tensor:
-    """In rows of a block; the last is filled up with zeros."""
+    """View values as rows of one block; the last is padded with zeros."""
     missing = -values.numel() % BLOCK
     if missing:
         values = torch.nn.functional.pad(values, (0, missing))
@@ -224,7 +225,7 @@ def _blocks_of(values: Tensor) -> Tensor:
 
 
 def _room(blocks: Tensor, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for these blocks beside them; the part of the scales, and that of the codes, by block."""
+    """Memory for encoded blocks on their device: all of it, the scales, and the codes by block."""
     count = blocks.shape[0]
     size, ends = count * (SCALE_BYTES + code_bytes), count * SCALE_BYTES
     is_on_host = blocks.device.type == "cpu"
@@ -233,21 +234,21 @@ def _room(blocks: Tensor, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tenso
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    # With no copy of them all. Zeros have signs, and which one is the largest torch does not say.
+    # Avoids a copy of the blocks. `abs_` because torch may return -0.0 as the maximum of zeros.
     return torch.maximum(blocks.amax(1), blocks.amin(1).neg_()).abs_()
 
 
 def _rounded_up(magnitudes: Tensor, largest: int) -> Tensor:
-    """The least bf16 of which `largest` times are not below the magnitude."""
+    """The smallest bf16 scales such that `largest` times the scale is at least the magnitude."""
     values = magnitudes / largest
     rounded = values.to(torch.bfloat16)
-    # Of positive floats the next one has the next bits.
+    # Incrementing the bits of a positive float yields the next larger float.
     above = rounded.view(torch.int16) + (rounded.to(values.dtype) < values)
     return _capped(above.view(torch.bfloat16), largest)
 
 
 def _capped(scales: Tensor, largest: int) -> Tensor:
-    """So that no code makes a value that is not finite in fp32."""
+    """Cap scales so that all decoded values are finite in fp32."""
     most = torch.tensor(torch.finfo(torch.float32).max / largest)
     rounded_down = (most.view(torch.int32) >> 16 << 16).view(torch.float32)
     return scales.clamp(max=float(rounded_down))
@@ -255,7 +256,7 @@ def _capped(scales: Tensor, largest: int) -> Tensor:
 
 def _root_mean_square(blocks: Tensor) -> Tensor:
     lengths = _sums_of_squares(blocks).sqrt_()
-    # fp32 has no room for the squares of large values, nor of small ones: these by the largest first.
+    # Squares of very large or small values overflow or underflow in fp32: scale those blocks first.
     rare = (lengths < SMALL) | ~(lengths <= LARGE)
     found = lengths.mul_(BLOCK**-0.5)
     if rare.any():
@@ -268,7 +269,7 @@ def _root_mean_square(blocks: Tensor) -> Tensor:
 
 
 def _sums_of_squares(blocks: Tensor) -> Tensor:
-    """Of each block; see the head of this module for the order."""
+    """The sum of squares of each block, in the order that the module docstring defines."""
     sums, count = blocks.square(), BLOCK
     while count > 1:
         count //= 2
@@ -277,7 +278,7 @@ def _sums_of_squares(blocks: Tensor) -> Tensor:
 
 
 def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
-    """fp32; a block whose scale is 0 has zeros."""
+    """The codes of each block, in fp32; zeros for a scale of 0."""
     by = scales.to(torch.float32)
     by = torch.where(by > 0, by, torch.inf)
     codes = _between.take("codes", blocks.shape[0], BLOCK, torch.float32, blocks.device)
@@ -285,8 +286,8 @@ def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
 
 
 def _nibbles(codes: Tensor, room: Tensor) -> None:
-    """Two codes in each byte: j of the first half of a block with j of the second."""
-    # By int8, to which torch is three times as fast.
+    """Pack two codes into each byte: element j of the first half of a block with j of the second."""
+    # Via int8, to which torch converts three times as fast.
     whole = _between.take("shifted", codes.shape[0], BLOCK, torch.int8, codes.device)
     shifted = whole.copy_(codes).add_(LARGEST[INT4] + 1).view(torch.uint8)
     torch.bitwise_left_shift(shifted[:, HALF:], 4, out=room)
@@ -301,14 +302,14 @@ def _of_nibbles(pairs: Tensor, values: Tensor) -> Tensor:
 
 
 def _rows(blocks: int, out: Tensor | None) -> Tensor:
-    """Room for decoded values, a row for each block: in `out` where its last block is a whole one."""
+    """Memory for decoded values, a row for each block: `out` if it has only complete blocks."""
     if out is not None and out.numel() == blocks * BLOCK:
         return out.view(blocks, BLOCK)
     return torch.empty(blocks, BLOCK, dtype=torch.float32, device=_device_of(out))
 
 
 def _put(values: Tensor, elements: int, out: Tensor | None) -> Tensor:
-    """1-D, without what the last block was filled up with; in `out` if it is given."""
+    """The values in 1-D, without padding; in `out` if given."""
     found = values.view(-1)[:elements]
     return found if out is None or out.data_ptr() == found.data_ptr() else out.copy_(found)
 

@@ -1,8 +1,8 @@
-"""Codecs: how the values of a chunk become bytes, and are read again.
+"""Codecs, which convert the values of a chunk to bytes and back.
 
-Values are accumulated in fp32 whatever travels. bf16 on the wire means
-`decode(encode(x)) == x.bfloat16().float()`. Bytes are little-endian, as torch keeps them on every
-machine that it supports.
+Values are accumulated in fp32 for any wire dtype. bf16 on the wire means
+`decode(encode(x)) == x.bfloat16().float()`. Bytes are little-endian, as on every machine that torch
+supports.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the values of a chunk travel."""
+    """Encoder and decoder of one wire dtype."""
 
-    dtype: torch.dtype  # what they are rounded to, and kept in, until they are encoded
-    # The bytes, on the CPU, of a contiguous 1-D tensor: one of fp32 that travels in few bits may be on
-    # any device, others are on the CPU. With a second argument, in memory that it returns for their
-    # number, where they are not those of the tensor.
+    dtype: torch.dtype  # dtype of the values before encoding
+    # Returns the bytes, on the CPU, of a contiguous 1-D tensor, which may be on any device if the codec
+    # is quantized, and must be on the CPU otherwise. The optional second argument allocates memory for
+    # bytes that are not those of the tensor.
     encode: Callable[..., memoryview]
-    # The values of such bytes, of this number of elements, 1-D: fp32, int64, or a float dtype that
-    # becomes fp32 exactly. Where they are not just the bytes, in a given fp32 tensor, if there is a
-    # third argument.
+    # Returns the values of bytes with this number of elements, 1-D: fp32, int64, or a float dtype that
+    # converts to fp32 exactly. The optional third argument is an fp32 tensor for values that are not
+    # just the bytes.
     decode: Callable[..., Tensor]
 
 
 def _plain(dtype: torch.dtype) -> Codec:
-    """The elements as they lie in memory, and nothing else: no copy in either direction."""
+    """A codec of the plain elements, without a copy in either direction."""
     return Codec(
         dtype,
         lambda values, *_: as_bytes(values),
@@ -51,11 +51,11 @@ def _plain(dtype: torch.dtype) -> Codec:
 
 
 def _coded(encode: Callable[..., block_codecs.Encoded], decode: Callable[..., Tensor]) -> Codec:
-    """Few bits for each element, kept in fp32 until then."""
+    """A quantized codec, whose values are fp32 before encoding."""
     return Codec(torch.float32, lambda *given: encode(*given).payload, decode)
 
 
-# Codecs of few bits that kernels know, by name.
+# Quantized codecs that kernels support, by name.
 BLOCKS = {
     "int8": block_codecs.INT8_CODEC,
     "int4": block_codecs.INT4_CODEC,
@@ -70,7 +70,7 @@ CODECS = {
     "top64": _coded(top_codec.encode_top64, top_codec.decode_top64),
     "int64": _plain(torch.int64),
 }
-# Of those of few bits, what also tells what is read of the bytes.
+# Encoders of quantized codecs whose result also has the decoded values.
 ENCODERS: dict[str, Callable[..., block_codecs.Encoded]] = {
     **{name: codec.encode for name, codec in BLOCKS.items()},
     "top64": top_codec.encode_top64,
@@ -80,7 +80,7 @@ ENCODERS: dict[str, Callable[..., block_codecs.Encoded]] = {
 def encode_sum(
     wire: str, values: Tensor, other: Tensor, new: block_codecs.NewBytes = block_codecs.new_bytes
 ) -> block_codecs.Encoded | None:
-    """`values + other`, fp32, in a codec of few bits; None when the sum is not finite."""
+    """Encode `values + other` (fp32) in a quantized codec; None if the sum is not finite."""
     fast, block = kernels.ready(), BLOCKS.get(wire)
     if fast is not None and block is not None and on_host(values, other):
         found = block.encode_sum(fast, values, other, new)
@@ -96,10 +96,10 @@ def follow(
     out: Tensor,
     new: block_codecs.NewBytes = block_codecs.new_bytes,
 ) -> tuple[memoryview, int] | None:
-    """Encode `values - held` in a codec of few bits: out <- held + D(values - held).
+    """Encode `values - held` in a quantized codec, and set out <- held + D(values - held).
 
-    All fp32, on the host. Returns the bytes and the checksum of `out`; None when the difference or
-    the result is not finite.
+    All tensors are fp32, on the host. Returns the bytes and the checksum of `out`; None if the
+    difference or the result is not finite.
     """
     fast, block = kernels.ready(), BLOCKS.get(wire)
     if fast is not None and block is not None:
@@ -120,15 +120,15 @@ def add_code(
     other: Tensor | None = None,
     sign: float = 1.0,
 ) -> int | None:
-    """out <- (values + other) + sign x, where x is what the code says; all fp32, on the host.
+    """out <- (values + other) + sign x, where x is the decoded code; all fp32, on the host.
 
     Args:
-        wire: a codec of few bits.
-        code: the bytes of a chunk, or what it was `Encoded` to.
+        wire: a quantized codec.
+        code: the bytes of a chunk, or an `Encoded`.
         out: may be `values`.
 
     Returns:
-        The checksum of the result; None when it is not finite. Raises as `decode_chunk`.
+        The checksum of the result; None if it is not finite. Raises as `decode_chunk`.
     """
     fast, block = kernels.ready(), BLOCKS.get(wire)
     encoded = code if isinstance(code, block_codecs.Encoded) else None
@@ -144,14 +144,14 @@ def add_code(
 
 
 def on_host(*tensors: Tensor) -> bool:
-    """Whether kernels can read them."""
+    """Whether kernels can access these tensors."""
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:
-    """What a segment's values are kept in until they are encoded, where parameters travel in `wire`.
+    """The dtype of a segment's values before encoding, if parameters are sent in `wire`.
 
-    By default as they are at the broker. Raises UsageError for an unknown wire dtype.
+    The default is the dtype at the broker. Raises UsageError for an unknown wire dtype.
     """
     check_wire_dtype(wire)
     return CODECS[travels_in(segment, wire)].dtype
@@ -160,37 +160,36 @@ def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:
 def encode_chunk(
     span: ChunkSpan, values: Tensor, wire: str, new: block_codecs.NewBytes | None = None
 ) -> memoryview:
-    """The bytes of a chunk whose parameters travel in `wire`; `values` are in its `segment_dtype`.
+    """Encode a chunk whose parameters are sent in `wire`; `values` are in its `segment_dtype`.
 
-    `new` returns uninitialised memory of the given size in bytes, for those that are not the values'
-    own.
+    `new` allocates uninitialised memory for bytes that are not those of the values.
 
-    They may share the memory of the values, which must not change while the bytes are being sent:
-    ZeroMQ would put the changed ones on the wire.
+    The result may share the memory of the values, which must not be modified while it is being sent:
+    ZeroMQ would send the modified bytes.
     """
     encode = CODECS[travels_in(span.segment, wire)].encode
     return encode(values) if new is None else encode(values, new)
 
 
 def decode_chunk(span: ChunkSpan, payload: Any, wire: str, out: Tensor | None = None) -> Tensor:
-    """The values of a chunk whose parameters travel in `wire`, 1-D: see `Codec.decode`.
+    """Decode a chunk whose parameters are sent in `wire`, to 1-D; see `Codec.decode`.
 
-    They may share the memory of the payload, which must have the right length, and not be empty.
-    Those in few bits are in `out`, if it is given: fp32, 1-D, contiguous, on any device.
+    The result may share the memory of the payload, which must have the correct length and not be empty.
+    Quantized values are written to `out`, if given: fp32, 1-D, contiguous, on any device.
 
     Raises:
         ProtocolError: the codes of a chunk in int4z cannot be unpacked, or the indices of one in top64
-            are none.
+            are invalid.
     """
     return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements, out)
 
 
 def checksum(values: Tensor) -> int:
-    """Sum of the bit patterns of fp32 values, two at a time as a number of 64 bits; modulo 2**64.
+    """The sum of the bit patterns of fp32 values, in pairs as 64-bit integers, modulo 2**64.
 
-    Behind the last of an odd number there is a zero.
+    An odd number of values is padded with a zero.
     """
-    if values.storage_offset() % 2:  # torch would not see numbers of 64 bits there
+    if values.storage_offset() % 2:  # not aligned to 64 bits, which torch requires
         values = values.clone()
     even = values.numel() // 2 * 2
     total = int(values[:even].view(torch.int64).sum())
@@ -200,20 +199,20 @@ def checksum(values: Tensor) -> int:
 
 
 def has_nan(values: Tensor) -> bool:
-    """True when an element is NaN; infinities do not count. One pass, no temporary."""
+    """Whether an element is NaN. One pass, no temporary."""
     if values.numel() == 0 or not values.is_floating_point():
         return False
-    return bool(torch.isnan(torch.aminmax(values).min))  # aminmax hands NaN on
+    return bool(torch.isnan(torch.aminmax(values).min))  # aminmax propagates NaN
 
 
 def is_finite(values: Tensor) -> bool:
-    """True when no element is NaN or infinite; one pass, no temporary the size of the chunk."""
+    """Whether all elements are finite; one pass, no temporary of the size of the chunk."""
     if values.numel() == 0 or not values.is_floating_point():
         return True
-    # A sum takes half as long as the extremes, and is finite only if every element is. One that is not
-    # may be of large elements, and fp16 sums overflow at once.
+    # A sum takes half as long as the extremes, and is finite only if every element is. An infinite sum
+    # may be due to large elements, and fp16 sums overflow easily.
     if values.dtype is not torch.float16 and math.isfinite(values.sum().item()):
         return True
-    # aminmax hands NaN on, so the two extremes tell of every bad element.
+    # aminmax propagates NaN, so the two extremes reveal every element that is not finite.
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,4 +1,4 @@
-"""Between the chunks of a model and its state dict, in either direction."""
+"""Converts between the chunks of a model and its state dict."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from diloco_protocol.tensors.codecs import segment_dtype
 
 
 def assemble(layout: ModelLayout, chunks: Mapping[int, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Tensors by name, in the model's shapes and dtypes; a tied one stands under all its names.
+    """Tensors by name, in the model's shapes and dtypes; tied tensors appear under all their names.
 
-    `chunks` are those of each fragment that has any, by its number; fp32 and int64.
+    `chunks` has the chunks (fp32 and int64) of each fragment with elements, by its number.
     """
     model: dict[str, Tensor] = {}
     for part in layout.all:
@@ -34,7 +34,7 @@ def _segments(part: FragmentLayout, chunks: Sequence[Tensor]) -> dict[Segment, T
     for span in part.spans:
         pieces.setdefault(span.segment, []).append(chunks[span.index])
     flat = {segment: torch.cat(found) for segment, found in pieces.items()}
-    for segment, length in part.lengths.items():  # tensors without elements lie in no chunk
+    for segment, length in part.lengths.items():  # tensors without elements are in no chunk
         if not length:
             flat[segment] = torch.empty(0, dtype=segment_dtype(segment))
     return flat
@@ -43,7 +43,7 @@ def _segments(part: FragmentLayout, chunks: Sequence[Tensor]) -> dict[Segment, T
 def cut_chunk(
     model: Mapping[str, Tensor], part: FragmentLayout, span: ChunkSpan, into: Tensor
 ) -> None:
-    """Write one chunk of a state dict into a 1-D tensor, fp32 or int64, of its length."""
+    """Copy one chunk of a state dict into a 1-D tensor of its length, fp32 or int64."""
     for place in part.places:
         start, stop = max(place.start, span.start), min(place.stop, span.stop)
         if place.segment is span.segment and start < stop:

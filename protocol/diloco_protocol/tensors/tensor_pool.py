@@ -1,11 +1,10 @@
-"""Memory for chunks and flat vectors, at either end: mapped once, used again, in large pages.
+"""A pool of memory for chunks and flat vectors, which is mapped once and reused, in large pages.
 
-Each round makes a new tensor for each chunk and each delta, since a tensor that was handed out is never
-written again (the wire, a checkpoint or a slow worker may still read it). Fresh memory costs the kernel
-a zeroed page for every 4 KiB: for a chunk of 2 MiB that is more than the whole outer step. Here it is
-mapped in pages of 2 MiB, where the system has them, and handed out again when nothing refers to it.
-glibc's heap does not: torch asks it for aligned memory, for which a freed chunk is too short by a few
-bytes.
+Each round makes a new tensor for each chunk and each delta, because tensors that were passed to readers
+(the wire, a checkpoint, a slow worker) are never modified. Fresh memory costs the kernel a zeroed page
+for every 4 KiB: for a chunk of 2 MiB more than the entire outer step. The pool maps memory in pages of
+2 MiB, if the system has them, and reuses it after its last reference is dropped. glibc's heap would not:
+torch requests aligned memory, for which a freed chunk is a few bytes too short.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SMALLEST = 64 << 10  # bytes; below it the allocator is as good
+SMALLEST = 64 << 10  # bytes; below this the default allocator is as fast
 
 
 def mapped(elements: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised 1-D tensor on the CPU, in memory of its own that goes back when it is freed."""
+    """An uninitialised 1-D tensor on the CPU, in its own mapping, which is unmapped when it is freed."""
     size = elements * dtype.itemsize
     if size < SMALLEST:
         return torch.empty(elements, dtype=dtype)
@@ -34,7 +33,7 @@ def mapped(elements: int, dtype: torch.dtype) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class _Piece:
     memory: memoryview
-    whole: _Piece | None = None  # a longer piece that it is half of; None for a whole mapping
+    whole: _Piece | None = None  # the piece that it is half of; None for a complete mapping
 
     def halves(self) -> tuple[_Piece, _Piece]:
         middle = self.memory.nbytes // 2
@@ -42,13 +41,13 @@ class _Piece:
 
 
 class TensorPool:
-    """Hands out tensors in memory that no tensor uses any more.
+    """Allocates tensors in memory that has no references any more.
 
-    Each time a buffer is handed out there is one array object over it, which the tensor, each view of
-    it and each frame that is sent from it hold. When the last of them lets go, in whichever thread, the
-    array goes and the buffer is free; one freed lately is taken first, since it may still be cached.
-    Where none of a size is free, one twice as long is halved, and two halves are joined again: bf16
-    lies where fp32 was.
+    Each allocation of a buffer has one array object, which the tensor, its views and all frames sent
+    from it reference. When the last reference is dropped, in any thread, the array is finalized and the
+    buffer is free. The most recently freed buffer is reused first, because it may still be cached. If no
+    buffer of a size is free, one of twice the size is split, or two halves are joined: bf16 can reuse
+    memory of fp32.
     """
 
     def __init__(self) -> None:
@@ -62,12 +61,12 @@ class TensorPool:
             return torch.empty(elements, dtype=dtype)
         piece = self._reuse(size) or self._new(size)
         array = np.frombuffer(piece.memory, dtype=np.uint8)
-        # `append` is one step for other threads, as `pop` is: no lock, which a finalizer must not take.
+        # `append` and `pop` are atomic, so no lock is needed, which a finalizer must not take.
         weakref.finalize(array, self._free[size].append, piece).atexit = False
         return torch.from_numpy(array).view(dtype)
 
     def release(self) -> None:
-        """Give back what is free."""
+        """Unmap free buffers."""
         self._free.clear()
 
     def _reuse(self, size: int) -> _Piece | None:
@@ -80,9 +79,9 @@ class TensorPool:
         return self._join(size)
 
     def _join(self, size: int) -> _Piece | None:
-        """A piece of which both halves are free; None if there is none."""
+        """Join two free halves of a piece of this size; None if there are none."""
         halves = self._free[size // 2]
-        seen: dict[_Piece, _Piece] = {}  # by what it is half of, or itself
+        seen: dict[_Piece, _Piece] = {}  # free halves by the piece they belong to, or themselves
         joined = None
         while halves and joined is None:
             half = halves.pop()
@@ -106,6 +105,6 @@ def _map(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
     buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # not supported by this kernel
             buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer

@@ -1,16 +1,16 @@
-"""Threads for tensor work beside the thread that owns the state."""
+"""Thread pools for tensor work, in addition to the thread that owns the state."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-# More threads than this wait for memory more than they work.
+# With more threads memory bandwidth is the bottleneck.
 MOST_BY_DEFAULT = 4
 
 
 def thread_count(asked: int | None) -> int:
-    """The threads to use: those asked for, else one less than this process's cores, from 1 to 4."""
+    """The number of threads: as requested, else one less than this process's cores, from 1 to 4."""
     if asked:
         return asked
     has_affinity = hasattr(os, "sched_getaffinity")
@@ -19,7 +19,7 @@ def thread_count(asked: int | None) -> int:
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor | None:
-    """A pool of this many threads; None for less than one."""
+    """A pool of this many threads; None for fewer than one."""
     if threads < 1:
         return None
     return ThreadPoolExecutor(threads, thread_name_prefix="diloco-tensors")

@@ -1,18 +1,18 @@
-"""`top64`, an experiment: of each 4096 elements the 64 largest, 2 bits for each (docs/codecs.md).
+"""The experimental codec `top64`: the 64 largest of 4096 elements, 2 bits each (protocol/CODECS.md).
 
-All others are read as 0, and go with a later delta (error feedback), after SparseLoCo (Sarfi et al.
-2025, arXiv 2508.15706).
+Other elements decode to 0, and are sent with a later delta (error feedback), after SparseLoCo (Sarfi et
+al. 2025, arXiv 2508.15706).
 
-A block is, in this order:
+A block has, in this order:
 
-- 48 bytes: of each index, in ascending order, the low 6 bits, one behind the other, the lowest first;
-- 16 bytes: its high 6 bits h, as Elias and Fano have it: of 128 bits those at h[i] + i are set;
-- 8 bytes of signs: bit i is set where element i is negative;
-- 8 bytes: bit i is set where it has the larger of two magnitudes;
+- 48 bytes: the low 6 bits of each index, in ascending order of indices, lowest bit first;
+- 16 bytes: the high 6 bits h of the indices in Elias-Fano coding: of 128 bits those at h[i] + i are set;
+- 8 bytes of signs: bit i is set if element i is negative;
+- 8 bytes: bit i is set if element i has the larger of two magnitudes;
 - the two magnitudes in bf16, the smaller first.
 
-The magnitudes are the means of those below the mean of all 64, and of the others. In bytes the first bit
-is the lowest.
+The magnitudes are the mean of those below the mean of all 64, and the mean of the others. The first bit
+of a byte is the lowest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HIGH_BITS = 8 * (HIGH.stop - HIGH.start)
 
 
 def encode_top64(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
-    """Of fp32 values, 1-D and finite."""
+    """Encode fp32 values, 1-D and finite."""
     elements = values.numel()
     missing = -elements % TOP_BLOCK
     if missing:
@@ -65,16 +65,16 @@ def encode_top64(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
 
 
 def decode_top64(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
-    """The fp32 values of such bytes, in `out` if it is given.
+    """Decode a payload to fp32 values, in `out` if given.
 
     Raises:
-        ProtocolError: its indices are not 64 in ascending order.
+        ProtocolError: a block does not have 64 indices in ascending order.
     """
     rows = np.frombuffer(payload, dtype=np.uint8).reshape(-1, TOP_BYTES)
     high = _bits(rows[:, HIGH])
     if not (high.sum(1) == TOP_KEPT).all():
         raise _bad()
-    # Of each row the places of its set bits, in order.
+    # The positions of the set bits of each row, in order.
     places = np.nonzero(high)[1].reshape(-1, TOP_KEPT) - np.arange(TOP_KEPT)
     low = _bits(rows[:, LOW]).reshape(-1, TOP_KEPT, LOW_BITS) @ (1 << np.arange(LOW_BITS))
     at = (places << LOW_BITS) + low
@@ -91,9 +91,9 @@ def decode_top64(payload: Any, elements: int, out: Tensor | None = None) -> Tens
 
 
 def _mean(magnitudes: Tensor, which: Tensor) -> Tensor:
-    """In bf16, of those of each row that are meant; 0 where none is."""
+    """The mean of the selected elements of each row, in bf16; 0 if none is selected."""
     count = which.sum(1).clamp_(min=1)
-    # Parts of values do not overflow where their sum would.
+    # Divide first, because the sum of the values could overflow.
     return ((magnitudes / count[:, None]) * which).sum(1).to(torch.bfloat16)
 
 

@@ -285,7 +285,7 @@ def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> No
 
 def test_misspelt_name_is_named() -> None:
     with (
-        pytest.raises(Unreachable, match=r"no-such-host\.invalid.*spelt"),
+        pytest.raises(Unreachable, match=r"no-such-host\.invalid.*spelling"),
         Operator("no-such-host.invalid", timeout=0.1) as operator,
     ):
         operator.ask("status")

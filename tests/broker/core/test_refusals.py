@@ -48,7 +48,7 @@ def test_what_is_remembered_of_refusals_is_bounded() -> None:
     stage = Stage(BrokerConfig(workers=1))
     for number in range(2 * CAUSES_KEPT):
         stage.happens(Malformed(stage.route(), f"code {number}", BAD))
-        stage.happens(ConnectionEnded(f"{number} KiB of a message that has not ended"))
+        stage.happens(ConnectionEnded(f"{number} KiB of an incomplete message"))
     refusals = stage.state.refusals
     assert max(len(refusals.said_at), len(refusals.unsaid), len(refusals.noisy)) <= CAUSES_KEPT + 1
 

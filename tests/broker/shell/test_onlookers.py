@@ -71,7 +71,7 @@ def test_rounds_go_on_whatever_fails_for_onlookers_and_it_is_said_once(
             worker.push(number, torch.full((ELEMENTS,), 0.25))
             reached = worker.pull(ELEMENTS, after=number - 1)
         assert reached.tolist() == [1 - 3 * 0.25] * ELEMENTS
-    sentence = f"The {what} failed; training goes on without it."
+    sentence = f"The {what} failed; training continues without it."
     said = [record for record in caplog.records if record.getMessage() == sentence]
     assert len(failures) > 1
     assert len(said) == 1

@@ -170,5 +170,5 @@ def test_trouble_of_the_machine_damages_no_checkpoint(
     with pytest.raises((MemoryError, OSError)):
         checkpoint.load_record(path)
     monkeypatch.setattr(checkpoint, "load", checkpoint.load_record)
-    with pytest.raises(UsageError, match="no older one is taken"):
+    with pytest.raises(UsageError, match="no older one is used"):
         newest_checkpoint(BrokerConfig(save_dir=str(tmp_path)))

@@ -85,7 +85,7 @@ def test_name_that_has_a_key_gets_none_and_is_told_how_it_could(path: Path) -> N
     code, said = keygen(path, "new", "GPU-0")
     assert code == 2
     assert KeyFolder(path).guests() == before, "a key was made before the refusal"
-    told = re.search(r"key of the worker GPU-0 already.* rm (\S+) (\S+)$", said)
+    told = re.search(r"key of the worker GPU-0 exists already.* rm (\S+) (\S+)$", said)
     assert told
     for file in told.groups():
         Path(file).unlink()
@@ -151,7 +151,7 @@ def test_broker_key_that_is_none_is_refused(path: Path) -> None:
     plain = json.loads(file.read_text())
     for wrong, why in (
         ({"role": "worker"}, "role"),
-        ({"public": zmq.curve_keypair()[0].decode()}, "halves"),
+        ({"public": zmq.curve_keypair()[0].decode()}, "do not match"),
     ):
         file.write_text(json.dumps({**plain, **wrong}))
         with pytest.raises(UsageError, match=why):
@@ -190,7 +190,7 @@ def test_what_is_no_public_key_lets_nobody_in_and_is_named(path: Path) -> None:
     assert set(guests.by_key.values()) == {GPU, Peer(Role.OPERATOR, "anna")}
     said = "\n".join(guests.complaints)
     for name in ("copied", "empty", "folder", "gone", "list", "pipe", "bad name"):
-        assert f"{name}.pub is not a valid key" in said
+        assert f"{name}.pub: " in said
 
 
 def test_every_way_to_change_a_key_is_seen(path: Path) -> None:

@@ -177,8 +177,8 @@ def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
     pushes(2, 3, dn_buffer=3)  # the third: a momentum step
     pushes(3, 5, dn_buffer=3)
     pushes(5, 5, dn_buffer=4)
-    assert "took 3 gradients" in caplog.text
-    assert "takes 4 now (--dn-buffer)" in caplog.text
+    assert "had 3 gradients" in caplog.text
+    assert "has 4 now (--dn-buffer)" in caplog.text
     pushes(5, 6, dn_buffer=4)
     collected = load(found(tmp_path)[0]).tensors[0].outer["delayed"]
     alone = dict(gradients(5, model.state_dict()))

@@ -56,7 +56,7 @@ def test_tape_replays_and_says_so(tmp_path: Path) -> None:
     trained(tmp_path / "tape")
     code, text = replayed(tmp_path / "tape")
     assert code == 0
-    assert VERSION in text and "3 rounds" in text and "every effect was the same" in text
+    assert VERSION in text and "3 rounds" in text and "all effects are identical" in text
 
 
 def test_replay_stops_at_a_round_and_tells_the_story_of_a_worker(tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ def test_what_a_killed_broker_wrote_is_read_up_to_the_cut(tmp_path: Path, cut: i
     whole = (tmp_path / "tape").read_bytes()
     (tmp_path / "tape").write_bytes(whole[:-cut])
     code, text = replayed(tmp_path / "tape")
-    assert code == 0 and "every effect was the same" in text
+    assert code == 0 and "all effects are identical" in text
 
 
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (b"", "ends"),
+        (b"", "is empty"),
         (b"\x01\x02", "not a tape"),
         (b"\xc1\xc1", "not a tape"),
         (b"\x80", "not a tape"),
@@ -185,7 +185,7 @@ def test_run_goes_on_when_the_tape_cannot_be_written(
         stage.passes(1.0)
     assert stage.version().counter == 20
     tape.close()
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_disk_that_is_too_slow_ends_the_tape_and_not_the_run(
@@ -213,7 +213,7 @@ def test_what_is_no_tape_is_not_moved_aside(tmp_path: Path, what: str) -> None:
         path.symlink_to(model)
     else:
         path.write_bytes(b"parameters")
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="not a tape"):
         taped(path)
     assert model.read_bytes() == b"parameters" and path.exists()
 

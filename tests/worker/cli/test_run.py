@@ -117,7 +117,7 @@ def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
         ((), "address is missing"),
         (("--server", "file://"), "it must be an address"),
         (("file://",), "it must be an address"),
-        ((*SERVER, "10.0.0.1:8512"), "leave one out"),
+        ((*SERVER, "10.0.0.1:8512"), "omit one of them"),
         (("10.0.0.1:8512", *SERVER), "options come before"),
         ((*SERVER, "--shard-index", "3", "--num-shards", "3"), "DILOCO_SHARD_INDEX is '3'"),
         ((*SERVER, "--shard-index", "3"), "DILOCO_NUM_SHARDS is ''"),

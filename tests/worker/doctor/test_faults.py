@@ -110,7 +110,7 @@ def test_invalid_address() -> None:
 
 def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:
     file = tmp_path / "address"
-    finds(Fault.USAGE, "is not there yet", file.as_uri())
+    finds(Fault.USAGE, "does not exist yet", file.as_uri())
     file.write_text(f"{broker.address}\n")
     assert doctor(file.as_uri())["exit_code"] == 0
 

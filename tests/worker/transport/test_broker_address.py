@@ -43,7 +43,7 @@ def test_file_is_awaited_and_followed(tmp_path: Path) -> None:
     found = BrokerAddress(f"file://{file}")
     assert not found.look(5.0)
     assert not found.address
-    assert found.problem == f"the file {file} is not there yet"
+    assert found.problem == f"the file {file} does not exist yet"
     assert found.next_look() == 5.0 + LOOK_S
     file.write_text("tcp://h:1")
     assert found.look(6.0)
@@ -62,7 +62,7 @@ def test_last_address_stays_while_the_file_has_none(tmp_path: Path) -> None:
     file.write_text("tcp://*:1")
     assert not found.look(1.0)
     assert found.address == "tcp://h:1"
-    assert found.problem is not None and "holds no address" in found.problem
+    assert found.problem is not None and "has no address" in found.problem
 
 
 def looks_until(found: BrokerAddress, is_done: Callable[[], bool]) -> int:

@@ -1,4 +1,4 @@
-"""The tensor work that the core asks for: queued, lent to threads where there are some, and done."""
+"""Executes the tensor work of the core: a queue, optional threads, and the executor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The tensor work that the core asks for: queued, and done one chunk at a time.
+"""Executes the tensor work of the core, one chunk at a time.
 
-With several threads pieces that do not need each other are done beside one another, in one call of the
-loop, which waits for them: so it alone owns all state, and the results are bit for bit those of one
-thread.
+With several threads, independent work runs in parallel within one call of the loop, which waits for it.
+So only the loop's thread changes state, and the results are bit for bit those of a single thread.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.version import digest_of
 
-# What is to be done, and which events tell of what it has found.
+# Work, and a function that makes the events from its result.
 Telling = tuple[Piece[Any], Callable[[Any], Iterable[events.Event]]]
 
 
 class TensorExecutor:
-    """See the head of this module. Belongs to the loop's thread.
+    """Queues and executes tensor work. Belongs to the loop's thread.
 
-    Raises UsageError where the outer optimizer cannot go on from the checkpoint.
+    Raises UsageError if the outer optimizer cannot continue from the checkpoint.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class TensorExecutor:
         self._queue = WorkQueue()
         self._threads = TensorThreads(config.tensor_threads)
         self._lent: deque[tuple[Telling, Any]] = deque()  # run, not finished
-        self._done: deque[events.Event] = deque()  # what came of those finished, not yet told
+        self._done: deque[events.Event] = deque()  # results of finished work, not yet returned
         self._parameters: Parameters | None = None
-        self.resumption: Resumption | None = None  # what the core has to know of the checkpoint
+        self.resumption: Resumption | None = None  # the core's part of the checkpoint
         if checkpoint is not None:
             layout = checkpoint.layout
             self.resumption = load_into(self.of(layout), checkpoint, layout)
 
     def __bool__(self) -> bool:
-        """Is there work?"""
+        """Whether work is queued."""
         return bool(self._queue)
 
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
@@ -86,7 +85,7 @@ class TensorExecutor:
                 self._queue.add(work)
 
     def _tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
-        """Go on with other settings of the outer optimizer; it keeps what it remembers."""
+        """Change settings of the outer optimizer, which keeps its state."""
         assert not any(
             isinstance(work, effects.Step | effects.AggregateAndStep) for work in self._queue
         )
@@ -97,11 +96,11 @@ class TensorExecutor:
             self._parameters.tune(self._outer, share_of(config), own, config.outer_schedule)
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
-        """What the groups of a torch optimizer say now, over all fragments."""
+        """Current parameter groups of a torch optimizer, over all fragments."""
         return () if self._parameters is None else self._parameters.outer_groups()
 
     def of(self, layout: ModelLayout | None) -> Parameters:
-        """The tensors of this model; anew where another model took its place before the start."""
+        """The tensors of this model, which are recreated if the model was replaced before the start."""
         assert layout is not None
         if self._parameters is None or self._parameters.layout is not layout:
             config = self._config
@@ -120,11 +119,11 @@ class TensorExecutor:
         return self._parameters
 
     def do_some(self, layout: ModelLayout | None) -> Iterator[events.Event]:
-        """Do the next work, and give the results in its order.
+        """Do the next work, and yield the results in its order.
 
-        As many pieces as the threads can do at a time; of whole-tensor steps only the last chunk has
-        results: all. Each result is stored when its event is yielded, and later ones are not,
-        unless a caller asks for tensors that need them.
+        It takes as many pieces as the threads can do at a time. A step of entire tensors yields all its
+        results with its last chunk. When an event is yielded, its result is in the parameters; later
+        results are not, unless a reader needed them.
         """
         pieces = self._next_pieces(self.of(layout))
         found = self._threads.run([piece.run for piece, _ in pieces])
@@ -136,7 +135,7 @@ class TensorExecutor:
                 yield self._done.popleft()
 
     def _next_pieces(self, tensors: Parameters) -> list[Telling]:
-        """What can be done at the same time, since none needs the result of another; at least one."""
+        """Take work that can run in parallel because it is independent; at least one piece."""
         pieces: list[Telling] = []
         touched: set[tuple[int, int]] = set()  # fragment, index
         for fragment, index, adding_up in tensors.overdue():
@@ -157,7 +156,7 @@ class TensorExecutor:
         self._done += tell(piece.finish(found))
 
     def _finish_all(self) -> None:
-        """Store the results of the work that is done."""
+        """Apply the results of work that has run."""
         while self._lent:
             self._finish_one()
 
@@ -166,19 +165,19 @@ class TensorExecutor:
         memory.release()
 
     def _drop(self, fragments: Sequence[int]) -> None:
-        """Free the memory of placed chunks; the tensors of a checkpoint are put back afterwards."""
+        """Free the memory of stored initial chunks; `_revert` restores those of a checkpoint later."""
         if self._parameters is not None and not self._parameters.drop(fragments):
             self._parameters = None
 
     def _revert(self, fragment: int) -> None:
-        """Put a fragment back to what the checkpoint has, if there is one."""
+        """Restore a fragment from the checkpoint, if any."""
         if self._checkpoint is not None:
             assert self.resumption is not None
             tensors = self.of(self.resumption.layout)
             put_back(tensors, fragment, self._checkpoint)
 
     def forget_sources(self) -> None:
-        """Let go of the model file's tensors and of the checkpoint: the run has its own copy."""
+        """Release the tensors of the model file and the checkpoint: the run has its own copy."""
         self._checkpoint = None
         self.resumption = None
         if self.initial is not None and self._parameters is not None:
@@ -187,7 +186,7 @@ class TensorExecutor:
 
 
 def _must_wait(work: effects.TensorWork, touched: Container[tuple[int, int]]) -> bool:
-    """Whether work has to wait for other work, on these chunks."""
+    """Whether work must wait for other work on these chunks."""
     if isinstance(work, effects.Step | effects.AggregateAndStep):
         return (work.fragment, work.index) in touched
     return isinstance(work, effects.StoreInitial)
@@ -221,10 +220,10 @@ def _stored(work: effects.StoreInitial, tensors: Parameters) -> events.Event:
 def looked_at(
     work: effects.Fold | effects.Inspect, squares: float | None
 ) -> events.WorkDone | events.WorkRefused:
-    """What a look at a chunk found; `squares` is None where a value is not finite."""
+    """The event for an inspected chunk; `squares` is None if a value is not finite."""
     if squares is None:
         return events.WorkRefused(work)
-    # Zeros, and buffers, are alike whatever data a worker reads.
+    # Zeros and buffers do not depend on a worker's data, so they have no fingerprint.
     return events.WorkDone(
         work, squares, fingerprint_of(work.index, work.payload) if squares else 0
     )

@@ -1,4 +1,4 @@
-"""In which order tensor work is done."""
+"""A queue that orders tensor work."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterator
 
 from diloco_broker.core.effects import DropInitial, Fold, Step, StoreInitial, TensorWork
 
-# Folds taken before one that came earlier; then it is its turn, whatever its chunk.
+# Number of folds that may overtake an older one.
 PASSED_BY = 64
 
 
 class WorkQueue:
-    """Steps first, then folds in the order of chunks, then the rest as it came.
+    """Returns steps first, then folds by chunk index, then other work in order of arrival.
 
-    Contributions to the same chunk are so added up one after the other, however far one worker is ahead
-    of another, and stepped while the last of them are still held as they came (see `StreamingMean`).
-    What waits meanwhile is not acknowledged, so it costs no worker more than a window. It does not wait
-    for long either: its sender would take the connection for dead.
+    So contributions to the same chunk are added one after the other, even if one worker is far ahead of
+    another, and stepped while the last of them are still held undecoded (see `StreamingMean`). Waiting
+    chunks are not acknowledged, so they cost a worker at most one upload window. A fold does not wait
+    long (`PASSED_BY`): its sender would take the connection for dead.
     """
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque()
-        # As they came, each with how many folds had been taken by then.
+        # In order of arrival, each with the number of folds taken before it arrived.
         self._folds: dict[int, tuple[Fold, int]] = {}
         self._heap: list[tuple[int, int]] = []  # chunk, key in `_folds`; those taken may be in it
         self._others: deque[TensorWork] = deque()
@@ -33,7 +33,7 @@ class WorkQueue:
         return bool(self._steps or self._folds or self._others)
 
     def __iter__(self) -> Iterator[TensorWork]:
-        """All of it; the first is what `take` returns next."""
+        """Iterate over all work; the first is what `take` returns next."""
         yield from self._steps
         if self._folds:
             first = self._next_fold()
@@ -42,7 +42,7 @@ class WorkQueue:
         yield from self._others
 
     def peek(self) -> TensorWork:
-        """What `take` returns next; raises IndexError when there is nothing."""
+        """The work that `take` returns next; raises IndexError if the queue is empty."""
         if self._steps:
             return self._steps[0]
         return self._folds[self._next_fold()][0] if self._folds else self._others[0]
@@ -61,7 +61,7 @@ class WorkQueue:
                 self._others.append(work)
 
     def take(self) -> TensorWork:
-        """What is to be done next; raises IndexError when there is nothing."""
+        """Remove and return the next work; raises IndexError if the queue is empty."""
         if self._steps:
             return self._steps.popleft()
         if not self._folds:

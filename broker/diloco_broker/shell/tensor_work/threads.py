@@ -1,4 +1,4 @@
-"""A few threads that the loop lends pieces of tensor work to, while it does some of them itself."""
+"""Threads that execute tensor work in parallel with the loop's thread."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from diloco_protocol.tensors.threads import thread_count, thread_pool
 
-# Pieces for each thread at a time: the quicker one takes more of them, and a turn stays short.
+# Pieces of work per thread in one turn: faster threads take more of them, and the turn stays short.
 PIECES_EACH = 2
 
 
 class TensorThreads:
-    """`thread_count(asked)` threads, of which one is the caller's own."""
+    """A pool of `thread_count(asked)` threads, one of which is the caller's."""
 
     def __init__(self, asked: int) -> None:
         count = thread_count(asked)
         self._others = count - 1
-        # The number of pieces that are worth collecting.
+        # Pieces of work to pass to one `run`.
         self.at_a_time = PIECES_EACH * count if self._others else 1
         self._pool = thread_pool(self._others)
 
     def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call all of them, and return what they return, in their order.
+        """Call all functions in parallel, and return their results in order.
 
-        Whatever one raises is raised here, once none is at work any more.
+        An exception of a function is raised here, after all threads have finished.
         """
         if self._pool is None or len(calls) == 1:
             return [call() for call in calls]
@@ -36,7 +36,7 @@ class TensorThreads:
         def work() -> None:
             while True:
                 try:
-                    number, call = left.popleft()  # one step for other threads
+                    number, call = left.popleft()  # atomic
                 except IndexError:
                     return
                 found[number] = call()
@@ -51,6 +51,6 @@ class TensorThreads:
         return found
 
     def close(self) -> None:
-        """End the threads; they have nothing to do."""
+        """Stop the threads, which are idle."""
         if self._pool is not None:
             self._pool.shutdown()

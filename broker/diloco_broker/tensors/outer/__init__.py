@@ -1,1 +1,1 @@
-"""Outer optimizers: by chunks, and any of `torch.optim`."""
+"""Outer optimizers: built-in ones that step chunks, and any of `torch.optim`."""

@@ -1,10 +1,10 @@
-"""Outer optimizers, element by element, so that they can be applied to a chunk at a time.
+"""Element-wise outer optimizers, which can step one chunk at a time.
 
 Throughout, g is an averaged pseudo-gradient (the parameters the workers started from minus those they
 reached), theta the global parameters, eta the learning rate, mu the momentum, N the size of a buffer
 and t = `count` the number of gradients of this fragment before this one. A *boundary* is a step with
-(t + 1) mod N = 0. It comes whether its own gradient can be used or not; `parameters` then takes it with
-a gradient of 0, or D would go into the next boundary with up to 2N - 1 gradients divided by N.
+(t + 1) mod N = 0. It is taken even if its own gradient is unusable, then with a gradient of 0 (see
+`advance`); otherwise the next boundary would divide up to 2N - 1 gradients by N.
 
     name       between boundaries              at a boundary                        source
     nesterov   -                               Nesterov step on g                   arXiv 2311.08105
@@ -14,8 +14,8 @@ a gradient of 0, or D would go into the next boundary with up to 2N - 1 gradient
     fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
     sgd        theta -= eta share g            the same
 
-No tensor that has been handed out is ever written: a step makes new tensors, of the state too, since a
-step whose result cannot be used must leave no trace and a state that is being saved must not change.
+Tensors are never modified: a step makes new ones, also of the state, because a step with an unusable
+result must have no effect, and a state that is being saved must not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol import kernels
 
 State = Mapping[str, Tensor]
-"""What is remembered of one chunk, by name; a name is missing before its first use. It never changes."""
+"""The state of one chunk, by name; a name is missing before its first use. Immutable."""
 
 Stepped = tuple[Tensor, State]
 """New parameters and new state."""
@@ -50,21 +50,21 @@ def added(state: State, gradient: Tensor) -> Tensor:
 
 
 def without_buffer(state: State) -> State:
-    """The same without the gradients in the buffer."""
+    """The state without buffered gradients."""
     return {name: tensor for name, tensor in state.items() if name != DELAYED}
 
 
 class ChunkOuter(Protocol):
     """An outer optimizer that works on one chunk at a time.
 
-    `size` is N, the gradients in a buffer; 1 where there is none.
+    `size` is N, the number of gradients in a buffer; 1 without a buffer.
     """
 
     @property
     def size(self) -> int: ...
 
     def at(self, schedule: OuterSchedule, count: int) -> ChunkOuter:
-        """The same with the learning rate and momentum of the step that comes after `count`."""
+        """The optimizer with the learning rate and momentum of the step after `count` gradients."""
         ...
 
     def step(self, theta: Tensor, gradient: Tensor, state: State, count: int) -> Stepped:
@@ -73,7 +73,7 @@ class ChunkOuter(Protocol):
         Args:
             theta: parameters, fp32, 1-D; not changed.
             gradient: averaged pseudo-gradient of the same shape.
-            state: what the step before returned; empty at first. Not changed.
+            state: result of the previous step; empty at first. Not changed.
             count: gradients of this fragment before this one.
         """
         ...
@@ -89,8 +89,8 @@ class Nesterov:
                          theta <- theta - eta m              classical
 
     This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit. torch's
-    fused kernel gives the same bits and, since it works in place on what must not change here, needs
-    two copies before it: it is not faster than these operations on pieces that stay in the cache.
+    fused kernel gives the same result, but works in place, so it needs two copies first: it is not
+    faster than these operations on slices that stay in the cache.
     """
 
     size: ClassVar[int] = 1
@@ -98,7 +98,7 @@ class Nesterov:
     lr: float
     momentum: float
     nesterov: bool = True
-    warms_up: bool = False  # a momentum of 0 will not stay so: m is remembered all the same
+    warms_up: bool = False  # keep m although the momentum is 0 now, because it will increase
 
     def at(self, schedule: OuterSchedule, count: int) -> Nesterov:
         momentum, lr = schedule.momentum(self.momentum, count), self.lr * schedule.factor(count)
@@ -117,14 +117,14 @@ class Nesterov:
         count: int,
         wire: torch.dtype,
     ) -> tuple[Stepped, Tensor | None]:
-        """`step` with the mean of terms, in one pass with their sum and the wire form.
+        """`step` with the mean of terms; sum, step and wire form are computed in one pass.
 
         Args:
             gradient: the terms and the divisor of their sum.
             wire: a dtype of `kernels.FORMS`.
 
         Returns:
-            Besides, the parameters in that dtype; None where they are not finite in it.
+            The result of `step`, and the parameters in that dtype; None if they are not finite in it.
         """
         moved = empty_like(theta)
         has_momentum = self.momentum or self.warms_up
@@ -142,13 +142,13 @@ class Nesterov:
         state: State,
         made: Callable[[Tensor], object] = lambda _: None,
     ) -> Stepped:
-        """`step` with the gradient in pieces of equal length (the last may be shorter).
+        """`step` with the gradient in slices of equal length (the last may be shorter).
 
         Args:
             theta: parameters, fp32, 1-D; not changed.
-            gradient: pieces of it, each used as scratch before the next is asked for.
+            gradient: its slices; each is overwritten before the next is requested.
             state: as in `step`.
-            made: is given each piece of the new parameters once it is there.
+            made: called with each slice of the new parameters.
         """
         moved = empty_like(theta)
         has_momentum = self.momentum or self.warms_up
@@ -173,7 +173,7 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class Sgd:
-    """theta <- theta - eta share g: no momentum, each submission for its share of the workers."""
+    """theta <- theta - eta share g: no momentum; `share` is 1/workers if g is a single push."""
 
     size: ClassVar[int] = 1
 
@@ -195,8 +195,8 @@ class DelayedNesterov:
         at a boundary:  m <- mu m + D/N;  theta <- theta - eta ((1 - cN + c) mu m + g/N);  D <- 0
         otherwise:                        theta <- theta - eta (c mu m + g/N)
 
-    N gradients from the same parameters make, with c = 0, one Nesterov step on their mean. With c > 0
-    the momentum is spread over the N steps: c of it with each, the rest at the boundary.
+    With c = 0, N gradients from the same parameters result in one Nesterov step on their mean. With
+    c > 0 the momentum is spread over the N steps: a share of c in each, the rest at the boundary.
     """
 
     lr: float
@@ -258,12 +258,12 @@ class Buffered:
 
         D <- D + g
         at a boundary:  theta <- inner step on D/N;  D <- 0
-        otherwise:      theta <- theta - eta g, where `is_direct`
+        otherwise:      theta <- theta - eta g, if `is_direct`
 
     With `is_direct` it is a simpler reading of Delayed Nesterov, for comparison (`--dn-variant direct`).
-    That counts gradients twice: all but the last of a buffer are applied whole as they come, and once
-    more, with the last, in the mean. N equal gradients g from a fresh start with mu = 0 move theta by
-    eta N g, where the paper's form moves it by eta g. docs/evidence.md has measurements.
+    It counts gradients twice: all but the last of a buffer are applied on arrival, and again, with the
+    last, in the mean. From a fresh start with mu = 0, N equal gradients g move theta by eta N g; the
+    paper's form moves it by eta g. broker/ALGORITHMS.md has measurements.
     """
 
     inner: Nesterov

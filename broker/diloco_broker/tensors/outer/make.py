@@ -1,4 +1,4 @@
-"""Which outer optimizer the configuration asks for, and what it will remember."""
+"""Makes the outer optimizer of a configuration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _delayed(config: BrokerConfig) -> ChunkOuter:
         return Buffered(_nesterov(config), config.dn_size, is_direct=True)
     if not config.nesterov:
         raise UsageError(
-            "--no-nesterov does not go with Delayed Nesterov; leave it out, or choose "
-            "--outer fedbuff or --dn-variant direct."
+            "--no-nesterov and Delayed Nesterov exclude each other; omit it, or choose --outer fedbuff "
+            "or --dn-variant direct."
         )
     return DelayedNesterov(config.outer_lr, config.outer_momentum, config.dn_size, config.dn_c)
 
@@ -35,11 +35,11 @@ OUTERS: dict[str, Callable[[BrokerConfig], ChunkOuter]] = {
     "fedbuff": lambda config: Buffered(_nesterov(config), config.dn_size),
     "sgd": lambda config: Sgd(config.outer_lr, share_of(config)),
 }
-"""What makes each that can be named with `--outer`, but where a factory makes the optimizers."""
+"""By name in `--outer`: functions that make the optimizer, unless a factory does."""
 
 
 def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
-    """Which state the outer optimizer has: that of another kind is of no use to it."""
+    """The kind of the outer optimizer, which can use only state of the same kind."""
     kind = config.outer_name
     if kind == "dn":
         kind += f" {config.dn_variant}"
@@ -47,15 +47,15 @@ def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
 
 
 def share_of(config: BrokerConfig) -> float:
-    """What one gradient is worth: 1 where it is a round's mean, 1/workers where it is one worker's."""
+    """The weight of one gradient: 1 for the mean of a round, 1/workers for a single push."""
     return 1.0 if mode_of(config).has_rounds else 1 / config.workers
 
 
 def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = None) -> Outer:
-    """The outer optimizer that the configuration asks for.
+    """Make the outer optimizer of a configuration.
 
-    `factory` makes a torch optimizer for each fragment. With no `outer` each gradient goes through it;
-    with "fedbuff" the mean of each N does. Raises UsageError for options that contradict each other.
+    `factory` makes a torch optimizer for each fragment. Without `outer` it steps with each gradient;
+    with "fedbuff" it steps with the mean of every N. Raises UsageError for contradictory options.
     """
     return OUTERS[config.outer_name](config) if factory is None else _by_factory(config, factory)
 
@@ -68,20 +68,18 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
         )
     instead = dict.fromkeys(
         ("outer_lr", "outer_momentum", "nesterov"),
-        "set it in the optimizer that is returned",
+        "set it in the returned optimizer",
     )
     if config.outer is None:
-        instead |= dict.fromkeys(
-            ("dn_buffer", "dn_c", "dn_variant"), "choose --outer fedbuff as well"
-        )
+        instead |= dict.fromkeys(("dn_buffer", "dn_c", "dn_variant"), "also give --outer fedbuff")
     if not config.outer_schedule.warmup.is_constant:
-        instead["outer_momentum_warmup"] = "let the optimizer that is returned do it"
+        instead["outer_momentum_warmup"] = "implement it in the returned optimizer"
     for name, remedy in instead.items():
         value = getattr(config, name)
         if value != getattr(BrokerConfig, name):
             raise UsageError(
-                f"{name} is {value}, which outer_optimizer_factory leaves without effect; leave it "
-                f"out, or {remedy}."
+                f"{name} is {value}, which has no effect with outer_optimizer_factory; omit it, or "
+                f"{remedy}."
             )
     match config.outer:
         case None:
@@ -89,6 +87,6 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
         case "fedbuff":
             return TorchOuter(factory, config.dn_size)
     raise UsageError(
-        f"--outer {config.outer} and outer_optimizer_factory exclude each other; leave one out (only "
+        f"--outer {config.outer} and outer_optimizer_factory exclude each other; omit one of them (only "
         "fedbuff can be combined with a factory)."
     )

@@ -1,4 +1,4 @@
-"""One fragment as a torch optimizer has it: parameters laid over chunks, and the optimizer's groups."""
+"""One fragment as a torch optimizer sees it: parameters mapped to chunks, and parameter groups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import is_finite
 
-WANTED = "it must return a torch.optim.Optimizer over all parameters that it is given"
+WANTED = "it must return a torch.optim.Optimizer over all given parameters"
 
 
 class FragmentParameters(list[Parameter]):
-    """What a factory is given: a fragment's parameters, fp32, in the manifest's order and shapes.
+    """The argument of a factory: a fragment's parameters, fp32, in the manifest's order and shapes.
 
     `fragment` is its number, from 0; `named` has the same parameters by name, in the same order.
     """
@@ -46,7 +46,7 @@ OuterOptimizerFactory = Callable[[FragmentParameters], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where a chunk and a parameter overlap: the same elements as [start, stop) of either."""
+    """The overlap of a chunk and a parameter: the same elements as slices of either."""
 
     parameter: int
     in_tensor: slice
@@ -54,11 +54,11 @@ class _Piece:
 
 
 class TorchFragment:
-    """A fragment's parameters in tensors of their own, and the torch optimizer over them.
+    """Separate tensors of a fragment's parameters, and the torch optimizer over them.
 
-    Chunks of parameters are named by their number in the fragment, which has some. All chunks of
-    `masters` are placed; they are copied. Raises UsageError where the factory fails, or returns what
-    cannot be used.
+    Chunks of parameters are identified by their index in the fragment, which has at least one. All
+    chunks of `masters` are present, and are copied. Raises UsageError if the factory fails or returns an
+    unusable object.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TorchFragment:
 
     @torch.no_grad()
     def cut(self, index: int) -> Tensor:
-        """A chunk of the optimizer's parameters, in memory of its own: it will be handed out."""
+        """Copy a chunk out of the optimizer's parameters, for readers to share."""
         values = torch.empty(self.spans[index].elements)
         for piece in self._pieces[index]:
             flat = self._parameters[piece.parameter].reshape(-1)
@@ -101,9 +101,9 @@ class TorchFragment:
     # Stepping.
 
     def step(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
-        """`optimizer.step()` with these gradients by chunk, and 0 elsewhere.
+        """Call `optimizer.step()` with these gradients by chunk, and 0 elsewhere.
 
-        `factor` is that of the learning rate of all groups for this step, above 0.
+        `factor`, above 0, scales the learning rate of all groups for this step.
         """
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -118,7 +118,7 @@ class TorchFragment:
         except Exception as error:
             raise UsageError(
                 f"The outer optimizer {self._name} failed in step(): {error!r}; choose one whose "
-                "step() needs nothing but the gradients."
+                "step() needs only the gradients."
             ) from error
         finally:
             for parameter in self._parameters:
@@ -126,7 +126,7 @@ class TorchFragment:
 
     @contextmanager
     def _scaled(self, factor: float) -> Iterator[None]:
-        """Groups have their lr times this meanwhile; a scheduler of their own may change it in there."""
+        """Scale the lr of all groups within this context, in which a scheduler may change it."""
         groups = [each for each in self.optimizer.param_groups if factor != 1 and "lr" in each]
         before = [group["lr"] for group in groups]
         scaled = [lr * factor for lr in before]
@@ -139,8 +139,11 @@ class TorchFragment:
                 group["lr"] = own if group["lr"] == lr else group["lr"] / factor
 
     def is_state_finite(self) -> bool:
-        """Whether all moments are: an enormous gradient can leave finite parameters behind, as when
-        Adam divides by an infinite second moment, and would have stopped them for good."""
+        """Whether all moments are finite.
+
+        An enormous gradient can leave finite parameters but infinite moments: Adam then divides by an
+        infinite second moment, and its parameters never change again.
+        """
         return all(
             is_finite(value)
             for state in self.optimizer.state.values()
@@ -153,20 +156,20 @@ class TorchFragment:
         return copy.deepcopy(self.optimizer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, which is copied."""
+        """Restore a copy of a result of `state_dict`."""
         self.optimizer.load_state_dict(copy.deepcopy(state))
 
     # Groups.
 
     def groups(self) -> list[OuterGroup]:
-        """What each group says now; momentum is beta 1 of Adam's kind."""
+        """The current settings of each group; for Adam and its variants the momentum is beta 1."""
         return [
             OuterGroup(_number(group.get("lr")), _number(_momentum(group)))
             for group in self.optimizer.param_groups
         ]
 
     def tune(self, settings: Mapping[str, float]) -> None:
-        """Give all groups this "lr" or "momentum" (beta 1, for Adam's kind); they have it."""
+        """Set "lr" or "momentum" (beta 1 for Adam's kind) of all groups, which must have it."""
         for group in self.optimizer.param_groups:
             if "lr" in settings:
                 group["lr"] = settings["lr"]
@@ -198,7 +201,7 @@ class TorchFragment:
         return made
 
     def _check(self) -> None:
-        """The optimizer can be saved, and has all parameters."""
+        """Check that the optimizer can be saved and has all parameters."""
         fragment = self._parameters.fragment
         try:
             json.dumps(self.optimizer.state_dict()["param_groups"])
@@ -211,13 +214,13 @@ class TorchFragment:
         lacking = [name for name, p in self._parameters.named.items() if id(p) not in held]
         if lacking:
             raise UsageError(
-                f"outer_optimizer_factory left {len(lacking)} of {len(self._parameters)} parameters "
-                f"of fragment {fragment} out, the first is {lacking[0]}; {WANTED}."
+                f"outer_optimizer_factory omitted {len(lacking)} of {len(self._parameters)} parameters "
+                f"of fragment {fragment}, the first is {lacking[0]}; {WANTED}."
             )
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:
-    """Momentum of a group, or beta 1 of Adam's kind; None where it has neither."""
+    """Momentum or beta 1 of a group; None if it has neither."""
     betas = group.get("betas")
     return group.get("momentum", betas[0] if betas else None)
 
@@ -227,7 +230,7 @@ def _number(value: Any) -> float | None:
 
 
 def placed(masters: list[Tensor | None], index: int) -> Tensor:
-    """The value of a chunk, which has one."""
+    """The value of a chunk, which must be present."""
     values = masters[index]
     assert values is not None, f"chunk {index} has no value yet"
     return values

@@ -1,10 +1,9 @@
-"""Any torch.optim optimizer as the outer optimizer.
+"""Uses any torch.optim optimizer as the outer optimizer.
 
-A torch optimizer steps whole tensors, so a fragment's step begins when the last of its parameter chunks
-has been reduced, and holds the thread for as long as the optimizer needs: this path is exempt from the
-rule that work on tensors is cut in slices. It also costs one more copy of the parameters (the
-optimizer's own, which it alone changes and reads) and, during a step, one of the
-optimizer's state, so that a step whose result cannot be used leaves no trace.
+A torch optimizer steps whole tensors, so a fragment's step starts when the last of its parameter chunks
+is reduced, and blocks the thread for its entire duration; other tensor work is done in slices. It also
+needs another copy of the parameters, which the optimizer changes in place and no reader sees, and during
+a step a copy of the optimizer's state, so that a step with an unusable result has no effect.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from diloco_protocol.tensors.codecs import is_finite
 
 @dataclass(frozen=True)
 class TorchOuter:
-    """An outer optimizer made by a factory: each gradient, or the mean of each `size`, is a step."""
+    """An outer optimizer made by a factory; it steps with the mean of every `size` gradients."""
 
     factory: OuterOptimizerFactory  # called once for each fragment
     size: int = 1  # N, gradients in a buffer
 
 
 class WholeTensors:
-    """Steps one fragment with a torch optimizer, once the gradients of all its chunks are there.
+    """Steps one fragment with a torch optimizer, once the gradients of all its chunks have arrived.
 
-    A step puts new tensors in the place of those in `masters`, the fragment's chunks, and in `states`,
-    the buffers' sums. `fits` says whether a chunk's new value can be sent.
+    A step replaces the tensors in `masters`, the fragment's chunks, and in `states`, the buffers' sums.
+    `fits` returns whether a chunk's new value can be sent.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class WholeTensors:
     # Collecting a step's gradients.
 
     def collect(self, index: int, gradients: list[Tensor | None]) -> list[dict[int, Tensor]] | None:
-        """Keep the gradients of a chunk, one for each turn; None where it takes no part.
+        """Keep the gradients of a chunk, one for each turn; None for a turn without a gradient.
 
         Returns:
-            For each turn the gradients by chunk, once the last chunk is here; until then None.
+            The gradients by chunk for each turn, after the last chunk; until then None.
         """
         assert index in self._awaited, f"chunk {index} is stepped twice in one step"
         self._awaited.discard(index)
@@ -75,16 +74,16 @@ class WholeTensors:
     # Stepping.
 
     def advance(self, gradients: Mapping[int, Tensor], count: int, factor: float = 1.0) -> set[int]:
-        """Take one gradient of the fragment, by chunk; there were `count` before it.
+        """Take one gradient of the fragment, by chunk; `count` gradients precede it.
 
-        `factor` is that of the learning rate of its groups.
+        `factor` scales the learning rate of its groups.
 
-        A chunk without a gradient keeps its value and its share of the buffer, which is applied at a
-        boundary all the same; the optimizer sees a gradient of 0 where there is neither.
+        A chunk without a gradient keeps its value and its part of the buffer, which is still applied at
+        a boundary; without either, the optimizer gets a gradient of 0.
 
         Returns:
-            Chunks of which something was left out because a result was not finite: this gradient,
-            which then leaves no trace, or a buffer.
+            Chunks whose gradient or buffer was left out because a result was not finite; it then has no
+            effect.
         """
         if self._outer.size == 1:
             return set() if self._step(gradients, factor) else set(gradients)
@@ -98,10 +97,10 @@ class WholeTensors:
         return set()
 
     def _empty(self, gradients: Mapping[int, Tensor], factor: float) -> set[int]:
-        """Step on the mean of the buffer, at a boundary; without its gradient if that is unusable.
+        """Step with the mean of the buffer at a boundary, without this gradient if it is unusable.
 
-        The count goes on in any case: what stayed in the buffer would be divided by N together with
-        the N gradients to come. So a buffer that overflows without this gradient is thrown away.
+        The count increases in any case: gradients left in the buffer would be divided by N together with
+        the next N gradients. So a buffer that overflows without this gradient is discarded.
         """
         size, states = self._outer.size, self._states
         held = {index: states[index][DELAYED] for index in self._spans if DELAYED in states[index]}
@@ -119,7 +118,7 @@ class WholeTensors:
         return {index: added(self._states[index], each) for index, each in gradients.items()}
 
     def _step(self, gradients: Mapping[int, Tensor], factor: float) -> bool:
-        """`optimizer.step()`, if there is any gradient; undone when the result is not finite."""
+        """Call `optimizer.step()` if there is a gradient; undo it if the result is not finite."""
         if not gradients:
             return True
         if not _are_finite(gradients):
@@ -129,7 +128,7 @@ class WholeTensors:
         fragment.step(gradients, factor)
         stepped = {index: fragment.cut(index) for index in gradients}
         if fragment.is_state_finite() and self._keep(stepped):
-            # Weight decay and momentum move what has no gradient, too.
+            # Restore chunks without a gradient: weight decay and momentum have moved them too.
             fragment.load(self._masters, self._spans.keys() - stepped.keys())
             return True
         fragment.load_state_dict(saved)
@@ -137,7 +136,7 @@ class WholeTensors:
         return False
 
     def _keep(self, values: Mapping[int, Tensor]) -> bool:
-        """Put new chunks in the place of the old, if all of them can be sent."""
+        """Replace chunks by these values, if all of them can be sent."""
         if not all(self._fits(self._spans[index], each) for index, each in values.items()):
             return False
         for index, each in values.items():

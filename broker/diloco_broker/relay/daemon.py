@@ -50,7 +50,11 @@ from diloco_worker.transport.connections import NOW, Connections
 logger = logging.getLogger("diloco.relay")
 
 TICK_S = 0.1
-# Messages received in one turn: from the site, and from each connection to the hub.
+# Seconds of a turn for messages of unauthenticated peers that wait, and between two such turns.
+CATCH_UP_S = 0.0005
+# Seconds that the longest join takes at the hub.
+JOIN_AT_HUB_S = 0.005
+# Messages taken in a turn: of the site, and of each connection to the hub.
 MESSAGES_A_TURN = 256
 # Seconds between attempts to connect to the hub, each at its next address.
 AGAIN_S = 3.0

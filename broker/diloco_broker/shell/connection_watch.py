@@ -1,16 +1,16 @@
-"""Limits on the memory that each connection uses inside ZeroMQ.
+"""What each connection costs the broker inside ZeroMQ, and which ones cost too much.
 
-ZeroMQ limits only the size of a frame and the number of messages. A message that never ends grows in
-its memory, and unread replies pile up there; ZeroMQ reports neither. The operating system counts the
-bytes of every connection (`tcp_figures`). Sent bytes that the peer has not acknowledged wait in ZeroMQ
-or in the kernel. Bytes that ZeroMQ had read at one poll belong to an incomplete message if, by the
-next poll, every connection had its turn and this one delivered no message, or the receive queue was
-empty. (A turn takes one message of each connection, and more may wait.) So a peer that sends complete
-messages is never closed for their number, however busy the loop is.
+ZeroMQ limits the size of a frame and the number of messages, and nothing else: a message that never ends
+grows in its memory, and answers that the peer does not read pile up there, where we see neither. The
+system counts the bytes of every connection (`tcp_figures`). What we have sent and the other side has not
+acknowledged waits in ZeroMQ or in the system. What ZeroMQ had read at a look is part of a message that
+has not ended, if by the next one every connection had its turn and nothing came of this one, or nothing
+was left to receive: a turn takes one message of each, and more may wait. So a peer that sends whole
+messages is never ended for their number, however busy the loop is.
 
-An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times the bytes counted here. ZeroMQ
-reads 17,000 of them in a millisecond, and we drop 1,100. So while a peer that has not joined is sending,
-connections are polled every millisecond: a message of 30,000 empty frames takes the loop 27 ms.
+An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here. ZeroMQ
+reads 17,000 of them in a millisecond, and we drop 1,100. So while a peer that has not joined
+sends bytes there is a look each millisecond: a message of 30,000 empty frames takes the loop 27 ms.
 """
 
 from __future__ import annotations
@@ -36,37 +36,39 @@ from diloco_protocol.roles import Peer
 HANDSHAKE_BYTES = 1 << 10
 # Bytes that CURVE adds to a frame: command name, nonce, authentication code, flags (RFC 26).
 CURVE_ADDS = 33
-# Limits of an incomplete message, bytes: of a peer that has not joined, and of a member.
+# Of a message that has not ended, bytes: of a peer that has not joined, and of a member.
 STRANGERS_MAY_OWE = LONGEST_OF_A_STRANGER + HANDSHAKE_BYTES
 MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
 # Limit for all peers together that have not joined, bytes. As empty frames they take 64 MiB of memory.
 ALL_STRANGERS_MAY_OWE = 2 << 20
 # Bytes: a subscriber of the feed sends only subscriptions, and ZeroMQ stores each of them.
 READERS_MAY_OWE = 4 << 10
-# Unread replies, bytes: of a peer that has not joined, of all of them together, and of a member.
+# Answers that are on their way: to a peer that has not joined, to all of them, and to a member.
 STRANGERS_MAY_LEAVE = 8 << 20
 ALL_STRANGERS_MAY_LEAVE = 48 << 20
 MEMBERS_MAY_LEAVE = 32 << 20
 # Chunks in flight, bytes: as many as credit allows. All readers of a version share one copy.
 STRANGERS_MAY_LEAVE_OF_CHUNKS = (MAX_OBSERVER_CREDIT + 1) * MAX_BUFFER_BYTES
 MEMBERS_MAY_LEAVE_OF_CHUNKS = (MAX_READER_CREDIT + 1) * MAX_BUFFER_BYTES
-# Seconds after which a connection that reads none of its pending data is closed. Heartbeats show that a
-# member is alive, but travel on another connection than chunks.
+# Seconds after which a peer that reads none of its pending bytes is given up. Heartbeats tell of
+# members, but come on another connection than chunks.
 READS_WITHIN_S = 10.0
 MEMBERS_READ_WITHIN_S = WORKER_GOES_ON_WITHIN_S
 # Connections of peers that have not joined, besides two for each worker that may reconnect after a
 # restart. Above that the oldest is closed, unauthenticated ones first: otherwise a peer without a key
 # could close the displays of peers with one.
 MOST_STRANGERS = 256
-# Bytes that ZeroMQ sends before authentication: its greeting, and that of CURVE to any peer that knows
-# our public key (RFC 26). A peer that was sent more is authenticated.
+# What ZeroMQ sends before it accepts a peer: its greeting, and that of CURVE to peers that know our
+# public key (RFC 26). A connection that was sent more has a peer of ours behind it.
 SAID_TO_ANYBODY = 256
-# Seconds between two polls: of sending peers that have not joined, and of all connections. Polling many
-# takes long, so polls get at most this share of the time.
+# Seconds between two looks: at connections that have not joined while they send bytes, and at all. A
+# look at many takes long, so looks may take this share of the time, and looks at all of them this one:
+# with 500 members, who may owe much more than others, there is one each half second.
 STRANGERS_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
-# First byte of a route that ZeroMQ generated, which is unique. Peers choose other routes themselves.
+SHARE_OF_LOOKS_AT_ALL = 0.01
+# How a route begins that ZeroMQ has drawn: no other connection ever has it. Others are given by peers.
 DRAWN = b"\0"
 # Routes of closed connections that are remembered: more than can have messages pending.
 GONE_REMEMBERED = 4096
@@ -91,15 +93,15 @@ class Connection:
     """The byte counts and the identity of one connection.
 
     Attributes:
-        route: its ROUTER identity; None until its first message has arrived.
-        peer: owner of its key; None if unknown.
-        opened_at: value of `turns` when it was opened.
-        sent: bytes that we gave to ZeroMQ for it (`on_the_wire`).
-        heard: bytes of messages received from it since `owed` was computed.
-        owed: bytes of a message that was incomplete two polls ago.
-        left: unread bytes of replies, without chunks of parameters.
-        chunks: unread chunks of parameters.
-        is_member: whether its peer had joined at the last poll.
+        route: what the ROUTER calls it; None until it has sent a message.
+        peer: whose key it is; None where that is not known.
+        opened_at: turns that others had had when it was made.
+        sent: bytes that we handed to ZeroMQ for it (`on_the_wire`).
+        heard: bytes of the messages that have come of it since `owed` was reckoned.
+        owed: bytes of a message that had not ended at the last look but one.
+        left: bytes that wait for the other side to read them, but for those of chunks.
+        chunks: those of the parameters that do.
+        is_member: its peer had joined at the last look.
         is_surely_named: `route` is not that of an earlier connection with the same descriptor.
         is_to_end: close it as soon as it is surely named.
     """
@@ -117,12 +119,12 @@ class Connection:
     is_ended: bool = False
     is_surely_named: bool = False
     is_to_end: bool = False
-    _taken: int = 0  # as of the last poll
-    _came: int = 0  # bytes read between the last two polls
-    _seen_at: int = -EVERYBODY  # value of `turns` at the last poll
-    _delivered: int = 0  # as of the last poll
-    _offset: int = 0  # delivered minus sent bytes at a moment without data in flight
-    _moved_at: float | None = None  # when the peer last read something, or nothing was pending
+    _taken: int = 0  # as of the last look
+    _came: int = 0  # between the last two looks
+    _seen_at: int = -EVERYBODY  # turns that others had had then
+    _delivered: int = 0  # as of the last look
+    _offset: int = 0  # of the delivered bytes to the sent ones, when none was in flight
+    _moved_at: float | None = None  # when the other side has last read something, or had nothing to
 
     def shut(self) -> None:
         self.is_ended = True
@@ -142,15 +144,15 @@ class Connection:
         self.is_to_end = False
         self.chunks.clear()
 
-    def see(self, now: float, turns: int, cycle: int) -> None:
-        """Read the counters of the system. Within `cycle` turns each connection has had one."""
+    def see(self, now: float, turns: int, all_turns: int) -> None:
+        """Look at what the system has counted; within `all_turns` turns each had its own."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
             self.owed, self.left = 0, 0
             self.chunks.clear()
             return
         self._see_sent(figures, now)
-        if turns - self._seen_at < cycle:
+        if turns - self._seen_at < all_turns:
             return
         # More complete messages may be pending.
         if self.heard and turns - self._seen_at < EVERYBODY:
@@ -220,8 +222,8 @@ class ConnectionWatch:
         # Those of `_by_number` that had not joined at the last poll.
         self._strangers: dict[int, Connection] = {}
         self.by_route: dict[bytes, Connection] = {}
-        # Routes of closed connections, and whether we closed them, for their messages that are still
-        # pending. Cleared when the receive queue is empty.
+        # Routes of connections that have ended, and whether we have ended them: what of theirs still
+        # waits is of no other one. Nothing waits once nothing was left to receive.
         self._gone: dict[bytes, bool] = {}
         self._newest: dict[int, int] = {}  # newest version counter sent, by fragment
 
@@ -261,7 +263,7 @@ class ConnectionWatch:
         self._gone.clear()
 
     def sent_chunk(self, connection: Connection, size: int, piece: Piece) -> None:
-        """A chunk was given to ZeroMQ; `size` includes its header, in bytes."""
+        """A chunk was handed to ZeroMQ: `size` bytes with its header."""
         self._newest[piece.fragment] = max(self._newest.get(piece.fragment, 0), piece.counter)
         connection.chunks.add(connection.sent, connection.sent + size, piece)
         connection.sent += size
@@ -315,7 +317,7 @@ class ConnectionWatch:
             self.next_look = min(self.next_look, self._rests_until)
 
     def shut_those_of(self, peers: Container[Peer]) -> None:
-        """Close the connections of these keys, and those whose key is unknown.
+        """End the connections of these keys, and those whose key is not known.
 
         A peer with a valid key reconnects.
         """
@@ -330,12 +332,12 @@ class ConnectionWatch:
         began = time.thread_time()
         is_at_all = now >= self._next_at_all
         ended: list[str] = []
-        cycle = 2 * len(self._by_number) + 2  # ZeroMQ receives from them round-robin
+        all_turns = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
         for number, connection in list((self._by_number if is_at_all else self._strangers).items()):
             is_member = connection.route in members
             if is_member is not connection.is_member:
                 self._mark(number, connection, is_member=is_member)
-            connection.see(now, self.turns, cycle)
+            connection.see(now, self.turns, all_turns)
             may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
             why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
             if why is not None and not connection.is_ended:
@@ -362,7 +364,7 @@ def _bound_together(strangers: list[Connection], most: int) -> list[str]:
     for number, connection in enumerate(strangers):
         why = None
         if number < len(strangers) - most:
-            why = f"more than {most} connections of peers that have not joined"
+            why = f"there were more than {most} connections of peers that had not joined"
         elif owed > ALL_STRANGERS_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
             why = f"{owed >> 10} KiB of incomplete messages of peers that have not joined"
         elif left > ALL_STRANGERS_MAY_LEAVE and connection.left:

@@ -1,8 +1,8 @@
 """The broker's main loop: receives messages, feeds the core, and does the requested tensor work.
 
-Each turn receives pending messages, then does tensor work (folds, steps, placements, one chunk each) for
-a few milliseconds, then checks timers. Only this thread touches the state, so no locks are needed.
-Decisions about rounds are made in the core.
+A turn takes in what the sockets have, then does tensor work (folds, steps, placements, one chunk each)
+for a few milliseconds, then looks at the clock. Nothing else in the process touches the state, so it
+needs no lock. No decision about rounds is made in here.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ VERSION = version("diloco-broker")
 
 # Messages received in one turn before tensor work.
 MESSAGES_A_TURN = 256
-# Seconds of a turn for receiving, and for messages of peers that have not joined.
+# Receiving in one turn while tensor work waits, and reading what those send who have not joined.
 RECEIVE_SLICE_S = 0.0005
-# Seconds of tensor work in one turn; heartbeats are answered between turns. Each turn has overhead.
+# Receiving in one turn while none does: a turn has costs of its own.
+IDLE_SLICE_S = 0.005
+# Tensor work in one turn; heartbeats are answered in between. A turn has costs of its own.
 WORK_SLICE_S = 0.001
 # Chunks, also of several workers, that are acknowledged together while there is work. Most workers have
 # credit for more, so a pending acknowledgement waits for a few chunks at most.
 ACKNOWLEDGED_TOGETHER = 4
 TICK_S = 0.1
-# Seconds of sleep after a turn that received only heartbeats, once nothing else has arrived for
-# `QUIET_S`. Waking up costs more than answering a heartbeat: with hundreds of idle workers it took most
-# of the time. A push is delayed by this much once per round.
+# After a turn that brought nothing but heartbeats, where nothing else came for a while. Waking up
+# costs more than answering one: with hundreds of idle workers most of the time went there. A push
+# meanwhile waits so long, once a round.
 REST_S = 0.02
 QUIET_S = 0.5
 FEED_EVERY_S = 1.0
@@ -78,8 +80,8 @@ SAVE_WITHIN_S = 60.0
 # File name of the final model of a completed run, in its checkpoint folder.
 FINAL_MODEL = "final-model.safetensors"
 _INSECURE = (
-    "INSECURE: anyone who can reach this broker may train, operate and read the run. To require keys: "
-    "diloco-broker keygen DIR, then serve --keys DIR."
+    "INSECURE: any peer that reaches this broker may train, steer and read. To ask for keys: "
+    "diloco-broker keygen DIR, and serve --keys DIR."
 )
 
 
@@ -107,8 +109,8 @@ class Loop:
         term: int = 0,
     ) -> None:
         self._config = config
-        self.stop_reason: str | None = None  # None until a stop is requested
-        self.is_restarting = False  # the stop is for a restart
+        self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
+        self.is_restarting = False  # it stops to come back
         self.is_complete = False  # the run has reached the end that its options set
         with ExitStack() as opened:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
@@ -211,10 +213,10 @@ class Loop:
     # Start and stop.
 
     def run(self) -> None:
-        """Serve until a stop is requested, then shut down cleanly."""
+        """Serve until a stop is requested, and end in an orderly way."""
         self._used_s = time.thread_time()
         self.now()
-        self.now.stood_still()  # discard the time before serving
+        self.now.stood_still()  # time before this was not served
         try:
             while not self._is_finished:
                 if self.stop_reason and self.core.state.stopping is None:
@@ -288,7 +290,9 @@ class Loop:
             gone, before = self.core.state.members.gone, self._gone_before
             self._gone_before = gone
             if gone > before and not self.core.state.is_running:
-                self._calm_at = now + CALM_S  # it may have uploaded a part of a model
+                self._calm_at = (
+                    now + CALM_S
+                )  # the worker that left may have uploaded a part of a model
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish()
@@ -297,8 +301,8 @@ class Loop:
         self._longest_turn_s = max(self._longest_turn_s, self._used_s - began)
 
     def _may_wait_s(self) -> float:
-        """Seconds to wait for messages; rests first if only heartbeats have arrived recently."""
-        if self.tensors or self._strangers or (self._pieces is not None and self._pieces.results):
+        """Seconds to wait for messages, after a rest where nothing but heartbeats came lately."""
+        if self.tensors or self._intake or (self._pieces is not None and self._pieces.results):
             return 0.0
         if self._rests and self.now() > self._busy_at + QUIET_S:
             self.sockets.rest(REST_S)
@@ -314,7 +318,7 @@ class Loop:
             self._executor.feed(events.KeysRevoked(changes.revoked))
 
     def _receive(self) -> bool:
-        """Receive pending messages for at most one time slice. Returns whether those were all.
+        """Receive messages for one slice of time at most. Returns whether there are no more.
 
         ZeroMQ stops reading a connection with a full queue until half of it is received, so after that
         many messages more may be pending.
@@ -332,43 +336,9 @@ class Loop:
                 return False
         return False
 
-    def _take_in_turn(self, incoming: Incoming) -> None:
-        if incoming.is_left_behind and not self.core.state.knows(incoming.route):
-            return  # only workers' last messages are handled; other peers may have sent thousands
-        if not (incoming.is_of_stranger or self._strangers):
-            self._take(incoming)
-        elif self._strangers.comes_later(incoming, self._received_at):
-            if self._is_too_long_to_wait(incoming):
-                self.sockets.shut(incoming.route)
-                why = "a message too long to defer, of a peer that has not joined"
-                self._executor.feed(events.ConnectionEnded(why))
-                return
-            loudest = self._strangers.put_off(incoming)
-            if loudest is not None:
-                self.sockets.shut(loudest)
-                why = "too many messages of peers that have not joined"
-                self._executor.feed(events.ConnectionEnded(why))
-        elif incoming.is_of_stranger:
-            self._take_of_stranger(incoming)
-        else:
-            self._take(incoming)
-
-    def _is_too_long_to_wait(self, incoming: Incoming) -> bool:
-        longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
-        return longest > LONGEST_OF_A_STRANGER and not self.core.state.knows(incoming.route)
-
-    def _take_of_stranger(self, incoming: Incoming) -> None:
-        began = time.thread_time()
-        self._take(incoming)
-        self._strangers.spend(time.thread_time() - began)
-
-    def _catch_up(self, *, is_idle: bool) -> None:
-        """Handle deferred messages of peers that have not joined, while their time share lasts."""
-        until = time.perf_counter() + RECEIVE_SLICE_S
-        while self._strangers and (is_idle or self._strangers.has_time(self.now())):
-            self._take_of_stranger(self._strangers.next())
-            if time.perf_counter() > until:
-                return
+    def _end_stranger(self, route: bytes, why: str) -> None:
+        self.sockets.shut(route)
+        self._executor.feed(events.ConnectionEnded(why))
 
     def _take(self, incoming: Incoming) -> None:
         """Handle one message. A failure returns an error to its sender, and never stops the broker."""
@@ -462,7 +432,7 @@ class Loop:
         """Send one part of a checkpoint per turn, so that other messages are sent in between."""
         if self._pieces is not None and self._pieces.results:
             route, result = self._pieces.results.popleft()
-            self.send(Send(route, result))  # a receiver that disconnected requests it again
+            self.send(Send(route, result))  # a peer that is gone asks again
 
     def end(self, end: effects.End) -> None:
         self.is_complete = end.is_complete and self.stop_reason is None
@@ -493,7 +463,7 @@ class Loop:
             logger.info("Saved the run in %s, before round %d.", self._config.save_dir, number)
 
     def _export(self) -> None:
-        """Write the final model of the run, as `diloco-broker export` would."""
+        """The final model of the run, as `diloco-broker export` would write it."""
         state, folder = self.core.state, self._config.save_dir
         if folder is None:
             logger.warning("The final model is not saved (no --save-dir); only workers have it.")

@@ -1,8 +1,8 @@
-"""A queue that limits the time spent on messages of peers that have not joined.
+"""Intake: delivers received messages, those of unauthenticated peers within a share of the time.
 
-Any peer may send a `join` that takes 5 ms to read, or request the status as often as it likes. Together
-such peers get a tenth of the loop's time, plus its idle time. Messages above that wait in this queue;
-when it is full, the peer with the most queued bytes is disconnected.
+Any peer may send a `join` that takes 5 ms to read, or ask for the status at any rate. All peers that
+have not joined get a tenth of the loop's time together, and what members and tensor work leave.
+Messages beyond that wait here; a peer that sends more than may wait is disconnected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ A_MESSAGE = 1 << 10
 
 
 class Strangers:
-    """Deferred messages of peers that have not joined. Times are seconds of any monotonic clock."""
+    """Waiting messages of unauthenticated peers, and their share. Times are of a monotonic clock."""
 
     def __init__(self) -> None:
         self._waiting: deque[Incoming] = deque()
@@ -54,7 +54,7 @@ class Strangers:
         return bool(self._waiting) or not self.has_time(now)
 
     def put_off(self, message: Incoming) -> bytes | None:
-        """Queue a message. If the queue is full, returns the route with most bytes, to disconnect."""
+        """Queue it. Returns the route to disconnect if the queue is full: that with the most bytes."""
         self._waiting.append(message)
         self._bytes[message.route] += _size(message)
         if len(self._waiting) <= ROOM and self._bytes.total() <= ROOM_BYTES:

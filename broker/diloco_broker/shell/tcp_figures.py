@@ -16,13 +16,13 @@ if sys.platform == "linux":
 # Two 64-bit counters in struct tcp_info (Linux 4.1 and later), and their offset in bytes.
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_AT = 120
-# struct linger: close at once, and discard unsent data.
+_SIZE = _COUNTERS_AT + _COUNTERS.size
+# To end a connection at once, however much of it has not been sent.
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
-@dataclass(frozen=True)
-class TcpFigures:
-    """Byte counts of a connection.
+class TcpFigures(NamedTuple):
+    """Bytes since the connection was made.
 
     Attributes:
         taken: bytes that ZeroMQ has read from it.
@@ -66,25 +66,24 @@ class Descriptor:
             return None
 
     def shut(self) -> None:
-        """Close the connection; ZeroMQ notices at once, and frees its buffers."""
-        with contextlib.suppress(OSError), self._borrowed() as borrowed:
-            borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
-            borrowed.shutdown(socket.SHUT_RDWR)
+        """End the connection; ZeroMQ notices at once, and frees what it holds of it."""
+        with contextlib.suppress(OSError):
+            borrowed = self._borrow()
+            try:
+                borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+                borrowed.shutdown(socket.SHUT_RDWR)
+            finally:
+                borrowed.detach()
 
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[socket.socket]:
-        """The connection as a socket; ZeroMQ still owns and closes it.
+    def _borrow(self) -> socket.socket:
+        """The connection as a socket, to be detached: it stays ZeroMQ's to close.
 
         Raises OSError once ZeroMQ has closed it, also if its number is in use again.
         """
         if os.fstat(self.number).st_ino != self._inode:
-            raise OSError(f"descriptor {self.number} belongs to another connection now")
-        # Explicit arguments avoid system calls to query them. The family does not matter.
-        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.number)
-        try:
-            yield found
-        finally:
-            found.detach()
+            raise OSError("another connection has this number now")
+        # With all of this said the system is asked for none of it. The family plays no part.
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.number)
 
     def _queued(self, which: int) -> int:
         return int.from_bytes(fcntl.ioctl(self.number, which, bytes(4)), sys.byteorder)

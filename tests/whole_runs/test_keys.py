@@ -38,8 +38,8 @@ def test_workers_train_under_the_names_of_their_keys(keyed: Broker, folder: KeyF
 @pytest.mark.parametrize(
     ("who", "sentence"),
     [
-        ("nobody", "requires a key"),
-        ("somebody else's", "rejected the key"),
+        ("without a key", "requires a key"),
+        ("with a forged key", "rejected the key"),
         ("display", "display may not train"),
     ],
 )

@@ -186,7 +186,7 @@ def test_hub_that_saves_nothing_says_so_and_so_does_one_without_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     with Broker(options(tmp_path / "hub")) as hub, Mirror(hub.address, tmp_path / "a") as mirror:
-        wait_for(lambda: "no checkpoint yet" in (mirror.problem or ""))
+        wait_for(lambda: "No checkpoint yet" in (mirror.problem or ""))
     config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
     with Broker(config) as hub, Mirror(hub.address, tmp_path / "b") as mirror:
         wait_for(lambda: "--save-dir" in (mirror.problem or ""))

@@ -153,7 +153,7 @@ def test_reconnects_back_off(fresh: Desk) -> None:
             RunConfig("sync", 3, num_fragments=4),
             "sync_every is 3 and the run has 4 fragments",
         ),
-        (None, RunConfig("sync", 5, num_fragments=2), "there are 0 for 2 tensors"),
+        (None, RunConfig("sync", 5, num_fragments=2), "0 numbers for 2 tensors"),
     ],
 )
 def test_incompatible_run_is_refused_with_a_sentence(

@@ -54,14 +54,14 @@ def plan_command(
     size = parameters or (status.model.parameters if status.model else 0)
     if not size:
         return None
-    up, down = (round(8 * rate.bytes_per_s / USABLE / 1e3) for rate in (findings.up, findings.down))
+    up, down = (8 * rate.bytes_per_s / USABLE / 1e6 for rate in (findings.up, findings.down))
     is_async = status.asynchronous is not None
     delay = "auto" if status.fragment_delay_auto else status.fragment_sync_delay
     options: dict[str, object] = {
         "parameters": size,
         "workers": max(1, status.counts.alive),
-        "broker-link": f"{min(up, down)}k",
-        "link": f"{up}k/{down}k",
+        "broker-link": _megabits(min(up, down)),
+        "link": f"{_megabits(up)}/{_megabits(down)}",
         "delay": f"{trips.median * 1e3:.2f}ms",
         "step-time": None if step_time is None else f"{step_time:g}s",
         "sync-every": status.sync_every or 1,
@@ -80,6 +80,10 @@ def plan_command(
     words += ["--whole"] if status.reducer.staged and not is_async else []
     words += ["--keys"] if findings.with_keys else []
     return shlex.join(["diloco-plan", *words])
+
+
+def _megabits(rate: float) -> str:
+    return f"{rate:.0f}m" if rate >= 10 else f"{rate:.2f}m"
 
 
 def as_text(findings: Findings, command: str | None) -> Group:

@@ -73,12 +73,12 @@ class DiLoCoWorker:
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
             A list: the parts of one model, as of a pipeline, each with distinct names.
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
-            counted. Of a list a round of all of them is one step: see `counted_steps`.
+            counted. With a list, one step is counted when all have stepped: see `counted_steps`.
         server: the broker's address, several separated by commas, or a function that returns one, called
             whenever the broker is unreachable. Without one, here and in DILOCO_SERVER, every call is a
             no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. It may differ from the
-            run's; in a run with rounds it must be smaller.
+            run's; in a run with rounds a larger value is reduced to the run's.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
             worker_id, and the only one that a broker with keys accepts.
@@ -179,8 +179,8 @@ class DiLoCoWorker:
         """Join the run and put its parameters into the model.
 
         Waits for the broker without a limit, and logs that; Ctrl-C works. After a `load_state_dict` the
-        parameters stay as the script loaded them, unless the run went on without this worker in a way
-        that excludes them, which is logged. A failure leaves nothing behind: no thread, member or
+        parameters stay as the script loaded them, unless the run continued in a way that makes them
+        unusable, which is logged. A failure leaves nothing behind: no thread, member or
         signal handler.
 
         Raises:
@@ -331,7 +331,7 @@ class DiLoCoWorker:
         """Make the boundary now. Returns whether the delta is in the global parameters.
 
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
-        other workers reach theirs later, so this may wait up to a whole round (with fragments P).
+        other workers reach theirs later, so this may wait up to a whole round (P rounds with fragments).
         """
         link = self._link
         if self._ports is None or link is None or (self._ranks is None and link.has_ended):
@@ -477,8 +477,8 @@ class DiLoCoWorker:
     def shard(self) -> tuple[int, int]:
         """Index and count of this worker's share of the data, for samplers; constant for this worker.
 
-        The values of DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS, else of the broker: a number that no
-        other worker has, of as many as the run has workers. (0, 1) without a server.
+        The values of DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS, else the index that the broker
+        assigned, and the number of workers. (0, 1) without a server.
 
         Raises:
             UsageError: this worker has not started, the variables are not a share, or the broker gives
@@ -611,7 +611,7 @@ class DiLoCoWorker:
         except Exception as error:
             if self._ranks is not None:
                 raise GroupBroken(f"Synchronising failed in this process: {error!r}") from error
-            logger.exception("Synchronising failed; training goes on, retrying in a round.")
+            logger.exception("Synchronising failed; training continues, retrying at the next boundary.")
             ports.state.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"

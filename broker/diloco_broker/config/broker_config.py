@@ -7,6 +7,7 @@ that asks for something that will not happen is rejected.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any
@@ -251,3 +252,25 @@ def _stays_here(address: str) -> bool:
     """Whether this address is reachable from this machine only."""
     scheme, _, rest = address.partition("://")
     return scheme == "ipc" or is_loopback(rest.rpartition(":")[0])
+
+
+# Options that belong to a broker, not to the run.
+_OF_A_BROKER = frozenset((
+    "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "tape", "resume", "fresh",
+    "recover", "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
+))  # fmt: skip
+
+
+def run_differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:
+    """One sentence for each option of the run that differs between a standby and its hub.
+
+    `hub` has the hub's options from its checkpoint. Settings that operators may change are not compared:
+    the standby follows them.
+    """
+    others = _OF_A_BROKER | ours.settings.keys()
+    return [
+        f"The hub was started with --{name.replace('_', '-')} {hub[name]}, this standby with {value}. "
+        "Restart the standby with the hub's options."
+        for name, value in vars(ours).items()
+        if name not in others and hub.get(name, value) != value
+    ]

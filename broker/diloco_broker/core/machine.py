@@ -114,7 +114,7 @@ class Core:
         now: the core's clock, as in every later call.
         initial: the model file, if the broker was started with one.
         resumption: the checkpoint to resume from, if any; takes precedence over `initial`.
-        term: how often the run's hub was replaced, if that is newer than the checkpoint's.
+        term: the number of takeovers of the run, if larger than the checkpoint's.
         moved_aside: names of the runs that this one replaces; their workers are refused.
     """
 

@@ -399,10 +399,9 @@ class Relay:
         peer: str | None,
     ) -> Commands:
         held = None
-        if not connection.is_member:
-            session = getattr(message, "session", None)
-            if session is not None and session in self._sessions:
-                connection.is_member, connection.admitted = True, session
+        session = getattr(message, "session", None)
+        if session != connection.admitted and session in self._sessions:
+            connection.is_member, connection.admitted = True, session
         if isinstance(message, messages.Push):
             self._offered(connection, message)
         elif isinstance(message, messages.Chunk):

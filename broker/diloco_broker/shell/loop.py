@@ -1,7 +1,7 @@
 """The broker's main loop: receives messages, feeds the core, and does the requested tensor work.
 
 A turn takes in what the sockets have, then does tensor work (folds, steps, placements, one chunk each)
-for a few milliseconds, then looks at the clock. Nothing else in the process touches the state, so it
+for about a millisecond, then looks at the clock. Nothing else in the process touches the state, so it
 needs no lock. No decision about rounds is made in here.
 """
 
@@ -57,9 +57,9 @@ VERSION = version("diloco-broker")
 
 # Messages received in one turn before tensor work.
 MESSAGES_A_TURN = 256
-# Receiving in one turn while tensor work waits, and reading what those send who have not joined.
+# Longest time for receiving in a turn while tensor work waits, and for peers that have not joined.
 RECEIVE_SLICE_S = 0.0005
-# Receiving in one turn while none does: a turn has costs of its own.
+# The same while no tensor work waits: a turn has costs of its own.
 IDLE_SLICE_S = 0.005
 # Tensor work in one turn; heartbeats are answered in between. A turn has costs of its own.
 WORK_SLICE_S = 0.001
@@ -67,9 +67,8 @@ WORK_SLICE_S = 0.001
 # credit for more, so a pending acknowledgement waits for a few chunks at most.
 ACKNOWLEDGED_TOGETHER = 4
 TICK_S = 0.1
-# After a turn that brought nothing but heartbeats, where nothing else came for a while. Waking up
-# costs more than answering one: with hundreds of idle workers most of the time went there. A push
-# meanwhile waits so long, once a round.
+# Rest after a turn with only heartbeats, when that has lasted for a while: waking up costs more than
+# answering one. This delays a push by at most REST_S, once a round.
 REST_S = 0.02
 QUIET_S = 0.5
 FEED_EVERY_S = 1.0
@@ -110,7 +109,7 @@ class Loop:
     ) -> None:
         self._config = config
         self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
-        self.is_restarting = False  # it stops to come back
+        self.is_restarting = False  # it stops for a restart
         self.is_complete = False  # the run has reached the end that its options set
         with ExitStack() as opened:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
@@ -254,7 +253,7 @@ class Loop:
         """Log a fatal error, and notify the workers."""
         logger.critical("The broker stops because of an error: %s", error)
         for member in self.core.state.members:
-            # Only the cause: the core's event history names other workers.
+            # Send only the cause; the full text names other workers.
             text = f"The broker stopped because of an error: {error.__cause__ or error!r:.500}"
             self.send(Send(member.control, Notice("restarting", text)))
 

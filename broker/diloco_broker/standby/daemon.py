@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import zmq
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.broker_config import run_differences
 from diloco_broker.config.declaration import AUTO
 from diloco_broker.core.events import Received
 from diloco_broker.core.members import permissions
@@ -47,26 +48,6 @@ BATCH = 64
 NOW = int(zmq.NOBLOCK)
 # Seconds between two messages to the hub that was replaced, which may be restarted at any time.
 TELL_S = 1.0
-# Options that belong to a broker, not to the run.
-OF_A_PLACE = frozenset((
-    "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "tape", "resume", "fresh",
-    "recover", "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
-))  # fmt: skip
-
-
-def differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:
-    """One sentence for each option of the run that differs between a standby and its hub.
-
-    `hub` has the hub's options from its checkpoint. Settings that operators may change are not compared:
-    the standby follows them.
-    """
-    others = OF_A_PLACE | ours.settings.keys()
-    return [
-        f"The hub was started with --{name.replace('_', '-')} {hub[name]}, this standby with {value}. "
-        "Restart the standby with the hub's options."
-        for name, value in vars(ours).items()
-        if name not in others and hub.get(name, value) != value
-    ]
 
 
 class HubLink(Dealer):
@@ -337,7 +318,7 @@ class StandbyBroker(Service):
         except (Damaged, OSError):
             return  # wait for the next copy
         if self._tried is None:  # early enough to fix it
-            for text in differences(found.config, self.config):
+            for text in run_differences(found.config, self.config):
                 logger.warning("%s", text)
         self._tried, self._core.saved, self._core.misfit = newest, found.number, None
         try:

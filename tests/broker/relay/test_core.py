@@ -228,6 +228,8 @@ def test_data_connections_of_a_worker_are_closed_with_its_control_connection(sit
     site.says(route("a"), messages.Join("a"))
     site.hub(welcome(b"session"), to=route("a"))
     site.says(route("a+"), messages.Credit(1, session=b"session"))
+    site.hub(welcome(b"next"), to=route("a"))  # it joined again on the same connections
+    site.says(route("a+"), messages.Credit(1, session=b"next"))
     site.do(site.relay.closed(route("a")))
     assert site.only(Close) == [Close(route("a+"))]
     assert not site.relay.members

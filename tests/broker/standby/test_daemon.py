@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_broker.config.broker_config import run_differences
 from diloco_broker.standby import core, daemon
-from diloco_broker.standby.daemon import StandbyBroker, differences
+from diloco_broker.standby.daemon import StandbyBroker
 from diloco_broker.standby.record import read_standby, write_standby
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients import Operator
@@ -231,10 +232,10 @@ def test_options_that_are_not_the_hubs_are_named(tmp_path: Path) -> None:
     ours = config_of(tmp_path)
     of_the_run = {"wire_dtype": "int8", "stall_timeout": 7.0, "outer_lr": 0.5}
     theirs = of_the_run | {"keep": 9, "fresh": True, "tape": "tape"}
-    texts = differences(asdict(config_of(tmp_path / "other", **theirs)), ours)
+    texts = run_differences(asdict(config_of(tmp_path / "other", **theirs)), ours)
     assert ["--wire-dtype int8" in texts[0], "--stall-timeout 7" in texts[1]] == [True, True]
     assert len(texts) == 2, "it follows what operators set, and has folders of its own"
-    assert not differences(asdict(ours), ours)
+    assert not run_differences(asdict(ours), ours)
 
 
 @pytest.fixture(autouse=True)

@@ -208,7 +208,7 @@ class Session:
         yield from self._void()
 
     def _locked_out(self, reason: str, now: float) -> Iterator[Effect]:
-        """Final for a worker that never joined; another retries, since its key may be restored."""
+        """Final if this worker never joined; otherwise retry, since its key may be restored."""
         if self.connection.places.lock() and self.connection.token is None:
             yield effects.Close()
             yield from self.connection.is_refused(Code.NOT_ALLOWED, reason, now)

@@ -208,7 +208,7 @@ async def _take_turn(state: SyncState) -> list[Fragment] | None:
 
 
 def _wait_again(state: SyncState, in_flight: InFlight) -> None:
-    """Treat the push as frozen after this step, as to when it is waited for."""
+    """Restart the deadline of the push at this step."""
     in_flight.is_detached = False
     _, in_flight.wait_at = merge_steps(state.link.config, state.schedule.sync_every, state.step)
     in_flight.reconnections = state.link.reconnections
@@ -376,9 +376,9 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
 def _is_worth_it(state: SyncState, number: int, in_flight: InFlight) -> bool:
     """Whether waiting for an in-flight push can succeed while the broker is connected.
 
-    A worker that leaves waits at least until the push was uploaded, or the rest of it is lost. Not for
-    one that is put off: the broker accepts it in its round, which may be waiting for this worker. A
-    broker that restarts may abandon the round of the chunks.
+    A worker that leaves waits at least until the push was uploaded, or the rest of it is lost. A
+    deferred push is the exception: the broker accepts it in a later round. A restarting broker may
+    abandon the round that has the chunks.
     """
     link, leaving = state.link, state.leaving
     if state.schedule.may_wait(number) and not (leaving is not None and leaving.hasty):
@@ -537,7 +537,7 @@ def _has_counted(
 def _is_superseded(
     state: SyncState, fragment: Fragment, in_flight: InFlight | None, arrival: Arrival
 ) -> None:
-    """The steps made since the fragment's base are out of the model."""
+    """Discard the steps made since the fragment's base, which are out of the model."""
     ports, steps = state.ports, state.work(fragment).steps
     state.restart_work(fragment)
     ports.notify(StepsLost())

@@ -38,7 +38,7 @@ class Liveness:
     last_seen: float  # its last message
     probed_at: float  # when it was last probed, to find out whether its connection is broken
     beat_at: float  # its last heartbeat
-    moved_at: float  # the last one that showed progress
+    moved_at: float  # its last heartbeat that showed progress
     disconnected_at: float | None = None  # when its connection broke; None while it is connected
     contested_at: float | None = None  # when another worker asked for its id
     is_stalled: bool = False  # it makes no progress, and rounds do not wait for it
@@ -51,7 +51,7 @@ class Liveness:
         self.disconnected_at = now
 
     def contest(self, now: float | None) -> None:
-        """Another worker asks for its id; None when that is settled."""
+        """Another worker asks for its id; `now` is None once that is settled."""
         self.contested_at = now
 
     def beat(self, now: float, *, has_moved: bool) -> None:
@@ -174,7 +174,7 @@ class Member:
     relay: Relay | None = None  # through which its connections go
     bulk: effects.Route | None = None  # its first data connection; None until a credit binds it
     processes: int = 1
-    voter: int | None = None  # of this incarnation of the worker
+    voter: int | None = None  # random number of this process of the worker
     # Of a worker of several processes: its other bound data connections, by index from 1 on.
     lanes: dict[int, Binding] = field(default_factory=dict)
     sync_every: int | None = None  # its own H; None if it uses the run's
@@ -317,7 +317,7 @@ class Membership:
 
     @contextmanager
     def _reconnects(self, member: Member) -> Iterator[None]:
-        """Connections of this member may change in here."""
+        """Keep the index of connections in step while this member's change."""
         self._forget_routes(member)
         yield
         self._note_routes(member)

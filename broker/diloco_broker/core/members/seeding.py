@@ -14,8 +14,8 @@ the broker adopts the newest version of each fragment from the worker that holds
 time, unless it was started to rewind. The outer optimizer's steps in between are lost: its momentum is
 the checkpoint's, and a buffer of gradients that was applied since is dropped rather than applied again.
 If replies are not fp32, only the broker had the master parameters x, and the run continues from the
-values w that workers hold: the residual x - w is lost as well. That of the checkpoint does not replace
-it, since later replies have sent a part of it: in simulations, adding it to the adopted w left the
+values w that workers hold: the residual x - w is lost as well. The checkpoint's residual is not used
+instead, since later replies have sent a part of it: in simulations, adding it to the adopted w left the
 parameters farther from x (by a factor of 1.4 if the two residuals are unrelated), except with
 heavy-tailed updates in int4z. A fragment of which no worker has a newer version than the checkpoint
 loses nothing.

@@ -1,11 +1,11 @@
 """Decide whether the open round closes, and why not.
 
 `decide` is the only place that decides it. The machine calls it after every event until nothing changes,
-and every display shows its answer. In asynchronous mode a round is the next update: it closes with the
-push that was complete first, `--grace` seconds after that push was complete.
+and every display shows its answer. In asynchronous mode a round is the next update: it closes
+`--grace` seconds after its first push became complete.
 
-What it depends on are named tuples, which cost a fifth of frozen dataclasses: they are made after every
-event.
+Its inputs are named tuples, five times cheaper to make than frozen dataclasses: they are made after
+every event.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True)
 class Why:
-    """Why the round stays open. Whose pushes are missing, `missing` of the mode says to displays.
+    """Why the round stays open. The mode's `missing` tells displays whose pushes are missing.
 
     Attributes:
         needed: the least number of pushes, or of workers, still missing.

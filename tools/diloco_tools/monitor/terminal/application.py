@@ -55,7 +55,7 @@ from diloco_tools.monitor.terminal.text import (
 )
 
 REFRESH_S = 1.2  # without a snapshot the screen is redrawn, to advance ages
-POLL_S = 0.4  # between two checks of that
+POLL_S = 0.4  # between two checks whether a redraw is due
 PLAY_S = 0.1  # between two checks of a replay
 MESSAGE_S = 30.0  # that a message stays in the status line
 MIN_HEIGHT = 24
@@ -142,7 +142,7 @@ class Top(App[None]):
         control: the control address, if it is not the one in the feed.
         readonly: no key changes the run.
         encoding: of the terminal.
-        clock: seconds, monotonic; the clock of all ages.
+        clock: monotonic seconds, from which ages are computed.
         player: a history to play instead of a feed.
     """
 

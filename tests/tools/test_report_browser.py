@@ -90,7 +90,7 @@ def test_tables_have_what_happened_and_nothing_can_be_steered(
     workers = page.locator("#workers tbody tr")
     playwright.expect(workers).to_have_count(2)
     assert workers.first.locator(".id .main").inner_text() == HOSTILE
-    assert "dead" in workers.nth(1).inner_text()
+    assert "died" in workers.nth(1).inner_text()
     assert page.locator("#lives tbody tr").count() == 2
     assert HOSTILE in page.locator("#orders").inner_text()
     assert page.locator("#control").is_hidden() and page.locator(".kick").count() == 0

@@ -95,7 +95,7 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
     # The standby is the hub, also when it is started again.
     pair.standby.kill()
     again = standby_of(pair.processes, pair.folder, pair.hub_at, pair.standby_at)
-    again.says("has the run")
+    again.says("has taken over the run")
     again.says("2 of 2 expected workers averaged")
     assert pair.asks(pair.standby_at, "status").data["term"] == 1
     check_the_end(pair)

@@ -611,7 +611,9 @@ class DiLoCoWorker:
         except Exception as error:
             if self._ranks is not None:
                 raise GroupBroken(f"Synchronising failed in this process: {error!r}") from error
-            logger.exception("Synchronising failed; training continues, retrying at the next boundary.")
+            logger.exception(
+                "Synchronising failed; training continues, retrying at the next boundary."
+            )
             ports.state.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"

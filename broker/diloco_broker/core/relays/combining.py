@@ -198,7 +198,7 @@ def _note_unused(state: RunState, event: events.Event) -> None:
 
 
 def release_unused(state: RunState) -> Effects:
-    """Tell relays which chunks nobody will collect."""
+    """Release chunks at relays that will not be collected."""
     pushes = set(state.pushes_in_progress) if state.relays else set()
     for relay in state.relays:
         for number in [n for n, each in relay.held.items() if each.push not in pushes]:

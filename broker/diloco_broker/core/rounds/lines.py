@@ -19,7 +19,7 @@ NAMES_SHOWN = 5
 
 def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
     whole = {each.worker_id for each in pushes if each.chunks.is_full}
-    # A worker that has left since its push is no longer in the barrier.
+    # The barrier does not contain a worker that has left since its push.
     expected = whole | (ended.barrier.expected if ended.barrier else set())
     absent = sorted(expected - whole)
     shown = ", ".join(absent[:NAMES_SHOWN])

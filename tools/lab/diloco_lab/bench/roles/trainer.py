@@ -51,7 +51,7 @@ class Trainer:
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         torch.set_num_threads(1)
-        self._is_asked = is_asked  # whether the next request has come
+        self._is_asked = is_asked  # whether the next request has arrived
         self._model: Any  # a GPT, or the parameters of one
         self._optimizer: Optimizer
         self._diloco: DiLoCoWorker

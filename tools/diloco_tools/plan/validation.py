@@ -181,10 +181,10 @@ def as_plain(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def as_markdown(found: Sequence[Row]) -> str:
-    """The table of the page."""
+    """For the page: the summary, and the rows beyond the bound."""
     lines = ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in found]
-    return "\n".join([*lines, "", summary(found)])
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in found if not row.is_met]
+    return "\n".join([summary(found), *(["", *lines] if len(lines) > 2 else [])])
 
 
 BLOCK = re.compile(r"<!-- validation -->\n.*?<!-- end -->", re.DOTALL)

@@ -1,4 +1,4 @@
-"""`make lan`: what is computed from measurements, its file and page; tiny runs over such lines."""
+"""`make lan`: its file and page; tiny runs over such lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.records import BadFile, read_document, text_of
 from diloco_lab.driver.tables import WHERE, blocks_in, filled
 from diloco_lab.network.__main__ import SKIPPED, app
-from diloco_lab.network.lan import founding, grid
+from diloco_lab.network.lan import grid
 from diloco_lab.network.lan.grid import INT4Z, USUAL, LanFile, Measurement, Part
 from diloco_lab.network.lan.measuring import measure
 from diloco_lab.network.lan.tables import KEYS, blocks
@@ -23,7 +23,7 @@ from kit.paths import LAB, ROOT
 
 COMMITTED = LAB / "lan.json"
 PAGE = ROOT / "docs" / "performance.md"
-SHOWN = {WHERE, "sync", "training", "streaming", "mixed"}  # the terminal shows all
+SHOWN = {WHERE, "sync", "streaming", "mixed"}  # the terminal shows all
 TINY = "0.4M"
 
 
@@ -53,33 +53,6 @@ def a_file(*measurements: Measurement) -> LanFile:
     return LanFile(
         "python -m diloco_lab.network lan", "2026-01-01T00:00:00", {"cores": 2}, measurements
     )
-
-
-# What is computed
-
-
-def test_efficiency_is_the_longest_of_line_and_work_over_what_was_measured() -> None:
-    costs = founding.costs_of([a_round()], USUAL)
-    assert costs is not None
-    assert (costs.bits_up, costs.bits_down) == (16, 32)
-    assert costs.efficiency == pytest.approx(0.32 / 0.4)
-    # Twice the parameters and four workers: eight times the bytes on the broker's line.
-    assert costs.seconds(2e7, 4, 1e9) == pytest.approx(8 * 0.4)
-    # On a line a hundred times as fast four workers' work at the broker takes longer.
-    assert costs.least_seconds(1e7, 4, 1e11) == pytest.approx(0.4)
-    # One worker's own work is the longest where the broker has little.
-    assert costs.least_seconds(1e7, 1, 1e11) == pytest.approx(0.2)
-
-
-def test_streaming_leaves_copies_and_what_does_not_fit_between_two_syncs() -> None:
-    streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
-    standstill = founding.streaming_standstill([streamed], USUAL)
-    assert standstill is not None and standstill * 1e8 == pytest.approx(0.5)
-    assert founding.standstill_beside(0.5, 300.0) == pytest.approx(0.5)
-    assert founding.standstill_beside(0.5, 620.0) == pytest.approx(120.5)
-
-
-# What is measured
 
 
 # The file and the page

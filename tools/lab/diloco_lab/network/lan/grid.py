@@ -80,10 +80,9 @@ CPU_S = 12e-9  # seconds for each parameter and worker, for the estimate
 MOST_S = 60.0  # a sync with a longer estimate is left out, and computed
 AIM_S, MOST_REPEATS = 14.0, 3  # seconds of all repeats of one configuration, and their bound
 WORKERS = 2
-# For the founding table, as many workers as memory allows. Smaller models with more workers check the
-# computed values.
-FOUNDING_SIZE, FOUNDING_WORKERS = "150M", (1, 2, 4)
-FOUNDING_PAIRS = (USUAL, SHORT_REPLIES, INT4Z)
+# The largest model, with as many workers as memory allows; the planner is compared with these rows.
+LARGEST, WORKERS_OF_LARGEST = "150M", (1, 2, 4)
+PAIRS_OF_LARGEST = (USUAL, SHORT_REPLIES, INT4Z)
 FRAGMENTS = 4
 # Simulated steps between two syncs of a fragment, and their time as a multiple of a sync's: with H = 500
 # and steps of 1 s it is 8 for 1B, bf16/fp32, 2 workers, 1 Gb/s.
@@ -132,9 +131,9 @@ def everything() -> list[Part]:
         for pair in (USUAL, INT8, INT4Z)
     ]
     parts += [
-        Part("round", FOUNDING_SIZE, pair, workers, (FAST,))
-        for pair in FOUNDING_PAIRS
-        for workers in FOUNDING_WORKERS
+        Part("round", LARGEST, pair, workers, (FAST,))
+        for pair in PAIRS_OF_LARGEST
+        for workers in WORKERS_OF_LARGEST
     ]
     parts += [Part("round", "50M", pair, 8, (FAST,)) for pair in (USUAL, INT4Z)]
     parts += [

@@ -18,20 +18,15 @@ from diloco_lab.driver.tables import (
     where_measured,
 )
 from diloco_lab.network.lan import grid
-from diloco_lab.network.lan.founding import founding_tables, utilisation
 from diloco_lab.network.lan.grid import LanFile, Measurement, Pair
 
 # Tables that a page may ask for.
 KEYS = [
     "sync",
-    "training",
     "heartbeats",
     "bytes",
     "streaming",
     "mixed",
-    "plan",
-    "plan-seconds",
-    "costs",
 ]
 Row = tuple[int, Pair]  # parameters, codecs
 Rounds = dict[Row, dict[float, Measurement]]  # by line
@@ -69,7 +64,6 @@ def tables(measurements: Sequence[Measurement]) -> list[Table]:
             (each for each in measurements if each.kind == "mixed"),
             labels=3,
         ),
-        *founding_tables(measurements),
     ]
     return [each for each in found if each.rows]
 
@@ -112,8 +106,8 @@ MIXED: Columns = {
 def _rounds(measurements: Sequence[Measurement]) -> Rounds:
     found: Rounds = {}
     for each in measurements:
-        of_founding = each.parameters == parameters_of(grid.FOUNDING_SIZE)
-        if each.kind == "round" and each.workers == grid.WORKERS and not of_founding:
+        is_largest = each.parameters == parameters_of(grid.LARGEST)
+        if each.kind == "round" and each.workers == grid.WORKERS and not is_largest:
             found.setdefault((each.parameters, each.pair), {})[each.broker_bits_per_s] = each
     return found
 
@@ -133,11 +127,6 @@ def _of_lines(rounds: Rounds) -> Iterator[Table]:
             return f"{seconds(found.median_s)}, {found.line_seconds / found.median_s:.0%}"
         return NOTHING if (of := sync_on(line, row)) is None else f"{seconds(of)} c"
 
-    def share_of_training(line: float, row: Row) -> str:
-        if (of := sync_on(line, row)) is None:
-            return NOTHING
-        return percent(utilisation(of)) + ("" if line in rounds[row] else " c")
-
     def heartbeat(line: float, row: Row) -> str:
         found = rounds[row].get(line)
         p99 = found.heartbeat_p99_s if found else None
@@ -153,7 +142,6 @@ def _of_lines(rounds: Rounds) -> Iterator[Table]:
 
     title = "A sync, and how much of the line it used"
     yield table("sync", title, time_and_share, *_left_out(rounds))
-    yield table("training", "The share of time that is training", share_of_training)
     yield table("heartbeats", "Heartbeats beside a sync, p99", heartbeat)
 
 

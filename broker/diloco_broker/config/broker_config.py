@@ -230,11 +230,24 @@ def _check_outer(options: Options) -> None:
     if outer == "sgd" and not options.outer_schedule.warmup.is_constant:
         why = ", or constant: --outer sgd has no momentum"
         _require_unset(options, "outer_momentum_warmup", why)
+    _check_restart(options)
     if outer != "dn" or options.dn_variant != "paper":
         why = ": only --outer dn with --dn-variant paper uses it"
         _require_unset(options, "dn_c", why)
     if outer != "dn":
         _require_unset(options, "dn_variant", f": --outer {outer} is not dn")
+
+
+def _check_restart(options: Options) -> None:
+    restart = options.outer_momentum_restart
+    if options.outer_name == "sgd":
+        _require_unset(options, "outer_momentum_restart", ": --outer sgd has no momentum")
+    unit = options.dn_size // options.outer_schedule.size  # rounds between two momentum steps
+    several = (
+        f"0, or a multiple of {unit} (--dn-buffer) that is larger" if unit > 1 else "0, or above 1"
+    )
+    fits = restart != unit and restart % unit == 0
+    _require(options, "outer_momentum_restart", fits, several)
 
 
 def _check_reach(options: Options, name: str) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.option import option_of
+from diloco_broker.config.presets import PRESETS
 
 DECLARED = {each.name: option for each in fields(BrokerConfig) if (option := option_of(each)).panel}
 DEFAULTS = {each.name: each.default for each in fields(BrokerConfig)}
@@ -51,7 +52,15 @@ def as_declared(name: str, default: Any) -> Parameter:
 
 
 def all_declared(defaults: Mapping[str, Any], without: Container[str] = ()) -> Iterator[Parameter]:
-    """All options of the configuration, the most used first."""
+    """`--preset` and all options of the configuration, the most used first."""
+    shown = typer.Option(
+        metavar="NAME",
+        help=f"Named group of options: {', '.join(PRESETS)}. Explicit options override those of the "
+        "preset; the start prints both.",
+        rich_help_panel=MOST_USED_PANEL,
+    )
+    kind = Annotated[str | None, shown]
+    yield Parameter("preset", Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     for name in dict.fromkeys((*MOST_USED, *DECLARED)):
         if name not in without:
             yield as_declared(name, defaults[name])

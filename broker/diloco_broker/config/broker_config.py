@@ -14,6 +14,7 @@ from typing import Any
 
 from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import check_alone, refusal
+from diloco_broker.config.presets import preset, summary
 from diloco_protocol.addresses import CONTROL_PORT, FEED_PORT, is_loopback, with_scheme
 from diloco_protocol.errors import UsageError, check_names
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
@@ -64,6 +65,14 @@ class BrokerConfig(Options):
     def __new__(cls, *_: object, **options: object) -> BrokerConfig:
         check_names("BrokerConfig", "option", options, [each.name for each in fields(cls)])
         return super().__new__(cls)
+
+    @classmethod
+    def from_preset(cls, name: str, **options: Any) -> BrokerConfig:
+        """The options of a preset, except those given here; see `diloco_broker.config.presets`."""
+        try:
+            return cls(**(preset(name) | options))
+        except UsageError as error:
+            raise UsageError(f"{error} {summary(name, options)}") from None
 
     def __post_init__(self) -> None:
         if self.fragment_sync_delay is None:

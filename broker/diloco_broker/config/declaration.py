@@ -416,6 +416,11 @@ class Options:
         return self.outer or USUAL_OUTERS[self.mode]
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether the outer optimizer, unless a factory makes it, remembers earlier rounds."""
+        return self.outer_name != "sgd" and self.outer_momentum > 0
+
+    @property
     def has_buffer(self) -> bool:
         """Whether the outer optimizer buffers gradients."""
         return self.outer_name in ("dn", "fedbuff")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_broker import BrokerConfig
+from diloco_broker.config.presets import PRESETS
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_protocol import UsageError
 
@@ -152,6 +153,16 @@ def test_paths_are_kept_as_text_since_checkpoints_hold_the_options() -> None:
     }
     config = BrokerConfig(**paths)  # type: ignore[arg-type]
     assert {name: getattr(config, name) for name in paths} == {n: str(p) for n, p in paths.items()}
+
+
+def test_preset_equals_its_options_given_one_by_one() -> None:
+    plain = BrokerConfig(outer="sgd", outer_lr=1.0, outer_momentum=0.0, sync_every=50)
+    assert BrokerConfig.from_preset("finetune", sync_every=50) == plain
+    assert BrokerConfig.from_preset("diloco", workers=3) == BrokerConfig(workers=3)
+    paper = BrokerConfig.from_preset("diloco-paper", outer_lr=0.4)
+    assert paper == BrokerConfig(outer="nesterov", outer_momentum_warmup="constant", outer_lr=0.4)
+    for name in PRESETS:
+        BrokerConfig.from_preset(name, workers=4)
 
 
 def test_defaults_follow_the_mode() -> None:

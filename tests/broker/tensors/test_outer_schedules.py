@@ -130,8 +130,10 @@ def test_restart_of_the_momentum_equals_a_new_optimizer(name: str, fragments: in
             gradient = torch.randn_like(theta[fragment])
             model.merges(gradient, fragment=fragment)
             theta[fragment] = references[fragment]({"": theta[fragment]}, {"": gradient})[""]
-            close = {"rtol": 0.0, "atol": 0.0} if case.is_exact else {"rtol": 2e-5, "atol": 2e-5}
-            torch.testing.assert_close(model.theta(fragment), theta[fragment], **close)
+            error = 0.0 if case.is_exact else 2e-5
+            torch.testing.assert_close(
+                model.theta(fragment), theta[fragment], rtol=error, atol=error
+            )
 
 
 def test_momentum_restarts_in_a_round_without_a_usable_gradient() -> None:

@@ -109,6 +109,7 @@ class Outer:
     # Their schedules over rounds, as options; see `Fragment` for the current values.
     lr_schedule: str | None = None
     momentum_warmup: str | None = None
+    momentum_restart: int | None = None  # rounds of a fragment; None: never
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ RICH = status(
         "c": 0.1,
         "lr_schedule": "linear:2:0.5",
         "momentum_warmup": "cosine:2:0.1",
+        "momentum_restart": 8,
         "nesterov": True,
     },
     num_fragments=2,

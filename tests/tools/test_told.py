@@ -37,6 +37,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "outer_momentum": (0.5, {}),
     "outer_lr_schedule": ("cosine:200:0.1", {}),
     "outer_momentum_warmup": ("cosine:200", {}),
+    "outer_momentum_restart": (8, {}),
     "nesterov": (False, {}),
     "dn_buffer": (5, {"outer": "dn"}),
     "dn_c": (0.125, {"outer": "dn", "dn_buffer": 4}),

@@ -149,6 +149,11 @@ class Options:
         "Momentum warm-up: constant, or linear:R[:M] or cosine:R[:M], a rise from M to "
         "--outer-momentum, if that is larger, over R rounds of each fragment. M defaults to 0.",
     )
+    outer_momentum_restart: int = OUTER.option(
+        0,
+        whole(0, MOST_ROUNDS),
+        "Number of rounds of each fragment after which its momentum is reset to zero; 0: never.",
+    )
     nesterov: bool = OUTER.option(
         True, SWITCH, "Nesterov momentum, as in the paper; otherwise classical momentum."
     )
@@ -411,6 +416,11 @@ class Options:
         return self.outer or USUAL_OUTERS[self.mode]
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether the outer optimizer, unless a factory makes it, remembers earlier rounds."""
+        return self.outer_name != "sgd" and self.outer_momentum > 0
+
+    @property
     def has_buffer(self) -> bool:
         """Whether the outer optimizer buffers gradients."""
         return self.outer_name in ("dn", "fedbuff")
@@ -424,7 +434,8 @@ class Options:
     def outer_schedule(self) -> OuterSchedule:
         """The schedules of learning rate and momentum; in async mode N pushes count as a round."""
         lr, warmup = map(Schedule.parse, (self.outer_lr_schedule, self.outer_momentum_warmup))
-        return OuterSchedule(lr, warmup, self.dn_size if self.is_async else 1)
+        size = self.dn_size if self.is_async else 1
+        return OuterSchedule(lr, warmup, size, self.outer_momentum_restart)
 
     @property
     def has_auto_delay(self) -> bool:

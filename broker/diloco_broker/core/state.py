@@ -291,6 +291,7 @@ class RunState:
     outer_groups: tuple[OuterGroup, ...] = ()
     # Settings of it that an operator has requested, until the next version is started.
     wanted_outer: dict[str, float] = field(default_factory=dict)
+    is_advised: bool = False  # `operations.advice` has warned
     # Versions of asynchronous mode that were not logged yet.
     untold: UntoldVersions = field(default_factory=UntoldVersions)
 

@@ -241,7 +241,7 @@ class Parameters:
     def forget_buffer(self, fragment: int) -> None:
         """Drop the gradients of a fragment that the outer optimizer has buffered."""
         for index, state in enumerate(self._states[fragment]):
-            self._states[fragment][index] = chunked.without_buffer(state)
+            self._states[fragment][index] = chunked.without(state, chunked.DELAYED)
 
     def _advancing(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int

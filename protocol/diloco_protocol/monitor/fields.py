@@ -458,6 +458,9 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("outer.momentum", "Outer momentum", "Outer momentum.", row="outer",
         say=_scheduled("momentum", "momentum"), metric="outer_momentum", is_setting=True),
     Field("outer.momentum_warmup", "Momentum warm-up", is_setting=True),
+    Field("outer.momentum_restart", "Rounds between momentum restarts", row="outer", is_setting=True,
+        say=lambda s: f"momentum reset every {s.outer.momentum_restart} rounds"
+        if s.outer.momentum_restart else ""),
     Field("outer.nesterov", "Nesterov", row="outer", is_setting=True,
         say=lambda s: "no Nesterov" if s.outer.nesterov is False else ""),
     Field("outer.c", "Constant c of Delayed Nesterov", row="outer", is_setting=True,

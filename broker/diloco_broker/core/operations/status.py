@@ -265,6 +265,7 @@ def _outer(state: RunState) -> feed.Outer:
         c=config.dn_c if name == "dn" else None,
         lr_schedule=config.outer_lr_schedule,
         momentum_warmup=config.outer_momentum_warmup if has_momentum else None,
+        momentum_restart=config.outer_momentum_restart or None,
     )
 
 

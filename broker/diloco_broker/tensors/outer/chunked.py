@@ -49,9 +49,9 @@ def added(state: State, gradient: Tensor) -> Tensor:
     return torch.add(total, gradient, out=empty_like(gradient))
 
 
-def without_buffer(state: State) -> State:
-    """The state without buffered gradients."""
-    return {name: tensor for name, tensor in state.items() if name != DELAYED}
+def without(state: State, name: str) -> State:
+    """The state without MOMENTUM, or without the buffered gradients (DELAYED)."""
+    return {each: tensor for each, tensor in state.items() if each != name}
 
 
 class ChunkOuter(Protocol):

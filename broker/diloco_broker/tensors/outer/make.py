@@ -74,6 +74,7 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
         instead |= dict.fromkeys(("dn_buffer", "dn_c", "dn_variant"), "also give --outer fedbuff")
     if not config.outer_schedule.warmup.is_constant:
         instead["outer_momentum_warmup"] = "implement it in the returned optimizer"
+    instead["outer_momentum_restart"] = "implement it in the returned optimizer"
     for name, remedy in instead.items():
         value = getattr(config, name)
         if value != getattr(BrokerConfig, name):

@@ -95,7 +95,13 @@ class Referee:
     # Events at workers.
 
     def offered(self, process: str, worker_id: str, push: Push) -> None:
-        count = {"tokens": push.tokens, "samples": push.samples}.get(self.config.weight_by, 1)
+        tokens, samples = push.tokens, push.samples
+        counts = {
+            "tokens": tokens,
+            "samples": samples,
+            "tokens2-per-step": tokens**2 / max(1, push.steps),
+        }
+        count = counts.get(self.config.weight_by, 1)
         record = Record(process, push, push.weight * count, self.now)
         self.records[worker_id, push.push_id] = record
         self.lives.keys[push.push_id] = (worker_id, push.push_id)

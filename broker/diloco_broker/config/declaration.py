@@ -261,7 +261,9 @@ class Options:
         False, SWITCH, "Accept workers that connect through diloco-broker relay."
     )
     weight_by: str = REDUCING.option(
-        "equal", one_of(*WEIGHTS), "Weight of a contribution: equal, tokens or samples."
+        "equal",
+        one_of(*WEIGHTS),
+        "Weight of a contribution: equal, tokens, samples, or tokens2-per-step (tokens^2 / steps).",
     )
     aggregate: str = REDUCING.option(
         "mean",

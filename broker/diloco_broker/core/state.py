@@ -406,5 +406,11 @@ class RunState:
         return ledger.standing(member.worker_id, push.push_id, push.chunks)
 
     def weight_of(self, push: Push) -> float:
-        by = {"equal": 1, "tokens": push.tokens, "samples": push.samples}
+        """Its weight in a mean; `messages.WEIGHTS` has what must be positive for it."""
+        by = {
+            "equal": 1,
+            "tokens": push.tokens,
+            "samples": push.samples,
+            "tokens2-per-step": push.tokens**2 / max(1, push.steps),  # arXiv 2604.21428
+        }
         return push.weight * by[self.config.weight_by]

@@ -371,7 +371,7 @@ class Referee:
             return
         if config.is_async:
             # Within a grace period whole ones wait for each other, and are as many as have come.
-            kept = [s for s in state.submissions if not (config.grace and s.is_whole)]
+            kept = [s for s in state.submissions if not (config.fixed_grace and s.is_whole)]
             slots = config.staging_slots
             demand(len(kept) <= slots, "{} submissions are kept in {} slots", len(kept), slots)
         ids = {member.worker_id for member in state.members}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared, as_number
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
@@ -160,9 +159,8 @@ def config_of(options: dict[str, Any]) -> BrokerConfig:
     delay = options["fragment_sync_delay"]
     if delay is not None and delay.isdecimal():  # BrokerConfig rejects words other than auto
         options["fragment_sync_delay"] = int(delay)
-    with contextlib.suppress(TypeError, ValueError):  # None or other text, as above
-        options["max_delta_norm"] = float(options["max_delta_norm"])
-    return BrokerConfig(**options)
+    numbers = {name: as_number(options[name]) for name in ("grace", "max_delta_norm")}
+    return BrokerConfig(**options | numbers)
 
 
 def _broker(config: BrokerConfig, model: Path | None) -> Broker:

@@ -126,7 +126,8 @@ class Reducer:
     max_delta_norm_auto: bool = False
     weight_by: str = "equal"
     quorum: int | None = None
-    grace_s: float = 0.0
+    grace_s: float = 0.0  # with `grace_auto` that of the last quorum
+    grace_auto: bool = False
     late: str = "carry"
     submissions: int = 0
     waiting: int = 0

@@ -62,7 +62,7 @@ def test_run_of_three_workers_equals_the_loop(
     check(Plan(h, strided(pieces), delay, alpha), workers=3, exact=is_exact)
 
 
-@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
+@pytest.mark.parametrize("weight_by", ["tokens", "samples", "tokens2-per-step"])
 def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last(
     weight_by: str,
 ) -> None:
@@ -70,13 +70,20 @@ def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_la
         return (7 * step + 5 * worker) % 11 + 1 + 20 * worker
 
     def report(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        hook.report(**{weight_by: amount(worker, step)})
+        hook.report(**{reported: amount(worker, step)})
 
+    reported = weight_by.removesuffix("2-per-step")
+    is_squared = reported != weight_by
     plan = Plan(5, strided(2), delay=1)
     config = make_config(workers=3, deterministic=True, weight_by=weight_by, **options_of(plan))
     with Broker(config) as broker:
         got = run(broker, trainees(3), 17, before=report)
-    assert_same(got, streaming(trainees(3), 17, plan, report=amount), exact=True)
+    expected = streaming(
+        *(trainees(3), 17, plan),
+        report=amount,
+        weigh=lambda tokens, steps: tokens**2 / steps if is_squared else float(tokens),
+    )
+    assert_same(got, expected, exact=True)
     with pytest.raises(AssertionError):  # the weights do make a difference
         assert_same(got, streaming(trainees(3), 17, plan))
 

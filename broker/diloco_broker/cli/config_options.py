@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
 from inspect import Parameter
@@ -17,6 +18,13 @@ from diloco_broker.config.presets import PRESETS
 DECLARED = {each.name: option for each in fields(BrokerConfig) if (option := option_of(each)).panel}
 DEFAULTS = {each.name: each.default for each in fields(BrokerConfig)}
 _TYPES = get_type_hints(BrokerConfig)
+
+
+def as_number(text: Any) -> Any:
+    """The number that a text stands for; other values unchanged: BrokerConfig rejects wrong words."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(text)
+    return text
 
 
 def parameter(name: str, default: Any, text: str, panel: str | None = None) -> Parameter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared, as_number
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
@@ -166,8 +165,7 @@ def config_of(options: dict[str, Any], context: typer.Context) -> BrokerConfig:
     delay = options["fragment_sync_delay"]
     if delay is not None and delay.isdecimal():  # BrokerConfig rejects words other than auto
         options["fragment_sync_delay"] = int(delay)
-    with contextlib.suppress(TypeError, ValueError):  # None or other text, as above
-        options["max_delta_norm"] = float(options["max_delta_norm"])
+    options |= {each: as_number(options[each]) for each in ("grace", "max_delta_norm")}
     if name is None:
         return BrokerConfig(**options)
     for each in preset(name):

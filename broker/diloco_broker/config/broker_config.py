@@ -139,6 +139,9 @@ def _require_unset(options: Options, name: str, why: str) -> None:
 def _check_async(options: Options) -> None:
     for name in _ONLY_ROUNDS:
         _require_unset(options, name, " with --mode async, which applies each push by itself")
+    _require(
+        options, "grace", options.grace != AUTO, "a number with --mode async, without a quorum"
+    )
 
 
 def _check_sync(options: Options) -> None:

@@ -246,11 +246,13 @@ class Options:
         "Number of contributions after which a round closes, --grace seconds later.",
         if_none="all workers",
     )
-    grace: float = REDUCING.option(
+    grace: float | str = REDUCING.option(
         0.0,
-        up_to(LONGEST_GRACE_S, " seconds"),
+        word_or(AUTO, up_to(LONGEST_GRACE_S, " seconds")),
         "Seconds to wait for more contributions after the quorum; in async mode, after the first push "
-        "for others to apply together with it.",
+        "for others to apply together with it. auto: as long as no worker pauses for it "
+        "(--fragment-sync-delay).",
+        reads=str,
     )
     late: str = REDUCING.option(
         "carry",
@@ -266,7 +268,9 @@ class Options:
         False, SWITCH, "Accept workers that connect through diloco-broker relay."
     )
     weight_by: str = REDUCING.option(
-        "equal", one_of(*WEIGHTS), "Weight of a contribution: equal, tokens or samples."
+        "equal",
+        one_of(*WEIGHTS),
+        "Weight of a contribution: equal, tokens, samples, or tokens2-per-step (tokens^2 / steps).",
     )
     aggregate: str = REDUCING.option(
         "mean",
@@ -456,6 +460,23 @@ class Options:
         if self.has_auto_delay:
             return longest_delay(self.sync_every, self.num_fragments)
         return self.least_delay
+
+    def overlap_steps(self, sync_every: int | None = None) -> int:
+        """Steps for which a worker trains on after sending a fragment, if nothing is late.
+
+        tau; with "auto" as long as it does not pause. `sync_every` is a worker's own H, if it has one.
+        """
+        if not self.has_auto_delay:
+            return self.least_delay
+        if self.fragment_max_delay is not None:
+            return self.fragment_max_delay
+        steps = min(sync_every or self.sync_every, self.sync_every)
+        return longest_delay(steps, self.num_fragments)
+
+    @property
+    def fixed_grace(self) -> float:
+        """`grace` in seconds; 0 with "auto", which `core.rounds.grace` determines in each round."""
+        return 0.0 if isinstance(self.grace, str) else self.grace
 
     @property
     def least_steps(self) -> int:

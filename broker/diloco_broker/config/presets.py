@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_broker.config.declaration import Options
+from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import one_of, refusal
 from diloco_broker.config.schedule import CONSTANT
 
@@ -39,7 +39,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "outer_lr_schedule": "linear:1000:0.65",
     },
     # arXiv 2604.21428: no worker waits for another.
-    "decoupled": {"quorum": 1, "num_fragments": 4},
+    "decoupled": {
+        "quorum": 1,
+        "grace": AUTO,
+        "num_fragments": 4,
+        "weight_by": "tokens2-per-step",
+    },
     # arXiv 2311.08105, whose momentum does not warm up.
     "diloco-paper": {
         "outer": "nesterov",

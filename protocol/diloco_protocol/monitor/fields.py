@@ -270,6 +270,12 @@ def _of_quorum(phrase: str, name: str) -> Callable[[Snapshot], str]:
     )
 
 
+def _grace(snapshot: Snapshot) -> str:
+    of = snapshot.reducer
+    phrase = "grace auto, now {:g} s" if of.grace_auto else "grace {:g} s"
+    return "" if of.quorum is None else phrase.format(of.grace_s)
+
+
 def _dylu(snapshot: Snapshot) -> str:
     of = snapshot.asynchronous
     if of is None:
@@ -511,8 +517,10 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         is_setting=True, say=lambda s: "norm to 5 times the median" * s.reducer.max_delta_norm_auto),
     Field("reducer.quorum", "Quorum", row="reducing", say=_of_quorum("quorum {}", "quorum"),
         is_setting=True),
-    Field("reducer.grace_s", "Grace", row="reducing", say=_of_quorum("grace {:g} s", "grace_s"),
-        is_setting=True),
+    Field("reducer.grace_s", "Grace",
+        "Wait for more contributions once there are enough; with --grace auto that of the last quorum.",
+        row="reducing", say=_grace, metric="grace_seconds", is_setting=True),
+    Field("reducer.grace_auto", "Grace as long as no worker pauses for it", is_setting=True),
     Field("reducer.late", "Late work", row="reducing", say=_of_quorum("late work: {}", "late"),
         is_setting=True),
 

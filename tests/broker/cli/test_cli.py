@@ -60,6 +60,9 @@ def test_options_are_checked_and_nothing_is_served(tmp_path: Path) -> None:
         good = ["serve", "--bind", bind, "--save-dir", str(tmp_path / "run"), "--check"]
         result = CliRunner().invoke(app, good)
         assert result.exit_code == 0
+        for grace in ("auto", "2.5"):
+            result = CliRunner().invoke(app, [*good, "--quorum", "1", "--grace", grace])
+            assert result.exit_code == 0, result.output
     assert not (tmp_path / "run").exists()
     wrong = CliRunner().invoke(app, [*good, "--quorum", "5"])
     assert wrong.exit_code == 2

@@ -59,7 +59,7 @@ tell = lines.applied
 
 def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
     """A submission in each slot; with a grace period complete ones wait outside the slots."""
-    if config.grace:
+    if config.fixed_grace:
         return staged.room_needed(config, sizes)
     return config.staging_slots, "slot", max(sizes)
 
@@ -134,7 +134,7 @@ def _hand_out_slots(state: RunState) -> Effects:
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Whether a slot is free, and no complete push of this worker and fragment waits to be applied."""
     # With a grace period complete submissions wait for each other, so they must not occupy slots.
-    has_grace = state.config.grace > 0
+    has_grace = state.config.fixed_grace > 0
     taken = sum(not (has_grace and s.is_whole) for s in state.submissions)
     free = taken < state.config.staging_slots
     return free and not collect.has_whole(state, member, push)
@@ -209,7 +209,7 @@ def close(state: RunState) -> Effects:
     update, whole = _update(state), state.submissions.whole()
     fragment = whole[0].push.fragment
     together = [s for s in whole if s.push.fragment == fragment]
-    chosen = tuple(together if state.config.grace > 0 else together[:1])
+    chosen = tuple(together if state.config.fixed_grace > 0 else together[:1])
     kept = yield from norms.refuse_too_large(state, chosen)
     if len(kept) < len(chosen):
         yield from _hand_out_slots(state)

@@ -32,7 +32,7 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 from diloco_protocol.quantities import parse_duration
 from diloco_protocol.ranges import MOST
 
-AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
+AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median", "rda")
 AUTO = "auto"
 MOST_DELTA_NORM = 1e30
 
@@ -267,7 +267,8 @@ class Options:
         "mean",
         one_of(*AGGREGATES),
         "Aggregate of contributions: mean, clip-median-norm (norms are clipped to the median), "
-        "trimmed-mean or coordinate-median (element by element, without extremes).",
+        "trimmed-mean or coordinate-median (element by element, without extremes), or rda (mean length "
+        "times mean direction of each tensor).",
     )
     trim: float = REDUCING.option(
         0.2,

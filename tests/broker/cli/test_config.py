@@ -72,6 +72,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "async", "aggregate": "clip-median-norm"}, "--aggregate"),
     ({"mode": "async", "weight_by": "tokens"}, "--weight-by"),
     ({"mode": "async", "aggregate": "trimmed-mean"}, "--aggregate"),
+    ({"mode": "async", "aggregate": "rda"}, "--aggregate"),
     ({"aggregate": "max"}, "--aggregate"),
     ({"max_delta_norm": 0.0}, "--max-delta-norm"),
     ({"max_delta_norm": "ten"}, "--max-delta-norm"),

@@ -73,8 +73,8 @@ CASES: dict[str, Case] = {
     ),
     "fedbuff": Case(Buffered(Nesterov(ETA, MU), N), lambda: reference.Buffered(_nesterov(), N)),
     "cgad": Case(
-        Adam(ETA, MU, share=0.25),
-        lambda: in_torch(lambda p: torch.optim.Adam(p, lr=ETA / 4, betas=(MU, 0.95), eps=0.1)),
+        Adam(ETA, MU, 0.01, share=0.25),
+        lambda: in_torch(lambda p: torch.optim.Adam(p, lr=ETA / 4, betas=(MU, 0.95), eps=0.01)),
         is_exact=True,
     ),
     "torch": Case(TorchOuter(adamw), lambda: in_torch(adamw), is_exact=True),

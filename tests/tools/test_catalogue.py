@@ -92,6 +92,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "fragment_update_alpha": {"fragment_update_alpha": 0.4711},
     "reducer.max_delta_norm": {"reducer": {"max_delta_norm": 4711.0}},
     "asynchronous.cgad_decay": {"asynchronous": {"cgad_decay": 4711.0}},
+    "asynchronous.cgad_epsilon": {"asynchronous": {"cgad_epsilon": 4711.0}},
     "asynchronous.cgad_cutoff": {"asynchronous": {"cgad_cutoff": 4711}},
     "asynchronous.deadline_s": {"asynchronous": {"deadline_s": 4711.0}},
     "reducer.trim": {"reducer": {"trim": 0.47}},

@@ -44,6 +44,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dn_variant": ("direct", {"outer": "dn"}),
     "cgad_decay": (0.5, CGAD),
     "cgad_cutoff": (7, CGAD),
+    "cgad_epsilon": (0.01, CGAD),
     "staleness_weight": ("poly", ASYNC),
     "max_staleness": (7, ASYNC),
     "dylu": (True, ASYNC),

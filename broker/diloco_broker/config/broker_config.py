@@ -236,7 +236,7 @@ def _check_outer(options: Options) -> None:
     if outer != "dn":
         _require_unset(options, "dn_variant", f": --outer {outer} is not dn")
     if outer != "cgad":
-        for name in ("cgad_decay", "cgad_cutoff"):
+        for name in ("cgad_decay", "cgad_cutoff", "cgad_epsilon"):
             _require_unset(options, name, f": --outer {outer} is not cgad")
         return
     no_rounds = "another one without --mode async: cgad weighs stale pushes, and rounds have none"

@@ -44,6 +44,7 @@ MOST_STEPS = 1_000_000  # H
 HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
 HIGHEST_DECAY = 10.0
+SMALLEST_EPSILON = 1e-12
 MOST_CUTOFF = 1_000_000  # versions
 SHORTEST_LEASE_S, LONGEST_LEASE_S = 0.5, 3600.0
 LONGEST_S = 30 * 86_400.0
@@ -177,6 +178,12 @@ class Options:
         "Age of a push, in versions, from which it counts nothing with cgad; up to it the weight falls "
         "along a cosine.",
         if_none="4 times the workers",
+    )
+    cgad_epsilon: float = ASYNC.option(
+        0.1,
+        within(SMALLEST_EPSILON, 1.0),
+        "Epsilon of Adam in cgad. With a smaller one, steps adapt more to each parameter, and need a "
+        "smaller --outer-lr.",
     )
     staleness_weight: str = ASYNC.option(
         "none",

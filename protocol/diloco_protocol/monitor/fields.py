@@ -535,6 +535,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         phrase="decay {} a version", is_setting=True),
     Field("asynchronous.cgad_cutoff", "Staleness that counts nothing", row="async",
         phrase="cutoff {}", is_setting=True),
+    Field("asynchronous.cgad_epsilon", "Epsilon of Adam", format="setting", row="async",
+        phrase="epsilon {}", is_setting=True),
 
     Field("liveness.heartbeat_timeout_s", "Dead after silence of",
         "Silence after which a worker counts as dead; 0 is never.", row="timeouts",

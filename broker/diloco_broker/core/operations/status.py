@@ -269,7 +269,7 @@ def _outer(state: RunState) -> feed.Outer:
 
 
 def _asynchronous(state: RunState) -> feed.Asynchronous | None:
-    config = state.config
+    config, is_cgad = state.config, state.config.outer_name == "cgad"
     if mode_of(config).has_rounds:
         return None
     return _filled(
@@ -278,8 +278,9 @@ def _asynchronous(state: RunState) -> feed.Asynchronous | None:
         dylu_min_steps=config.least_steps if config.dylu else None,
         slots=config.staging_slots,
         deadline_s=config.staging_deadline,
-        cgad_decay=config.cgad_decay if config.outer_name == "cgad" else None,
-        cgad_cutoff=config.cgad_cutoff_versions if config.outer_name == "cgad" else None,
+        cgad_decay=config.cgad_decay if is_cgad else None,
+        cgad_cutoff=config.cgad_cutoff_versions if is_cgad else None,
+        cgad_epsilon=config.cgad_epsilon if is_cgad else None,
     )
 
 

@@ -42,7 +42,7 @@ Stepped = tuple[Tensor, State]
 MOMENTUM = "momentum"  # m
 DELAYED = "delayed"  # D, the sum of the gradients in the buffer
 SQUARES = "squares"  # v, Adam's second moment
-BETA2, EPSILON = 0.95, 0.1
+BETA2 = 0.95  # of Adam
 
 
 def added(state: State, gradient: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Adam:
-    """`torch.optim.Adam(lr=eta share, betas=(beta1, BETA2), eps=EPSILON)`, bit for bit.
+    """`torch.optim.Adam(lr=eta share, betas=(beta1, BETA2), eps=eps)`, bit for bit.
 
         m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
         theta <- theta - eta share m' / (sqrt(v') + eps)      m', v': without the bias to 0 at the start
@@ -207,6 +207,7 @@ class Adam:
 
     lr: float
     beta1: float
+    eps: float
     share: float = 1.0
 
     def at(self, schedule: OuterSchedule, count: int) -> Adam:
@@ -222,7 +223,7 @@ class Adam:
         rate = self.lr * self.share / (1 - self.beta1 ** (count + 1))
         root = torch.sqrt(second, out=gradient).div_((1 - BETA2 ** (count + 1)) ** 0.5)
         moved = empty_like(theta).copy_(theta)
-        moved.addcdiv_(first, root.add_(EPSILON), value=-rate)
+        moved.addcdiv_(first, root.add_(self.eps), value=-rate)
         return moved, {MOMENTUM: first, SQUARES: second}
 
 

@@ -25,6 +25,10 @@ def _nesterov(config: BrokerConfig) -> Nesterov:
     return Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
 
 
+def _adam(config: BrokerConfig) -> Adam:
+    return Adam(config.outer_lr, config.outer_momentum, config.cgad_epsilon, share_of(config))
+
+
 def _delayed(config: BrokerConfig) -> ChunkOuter:
     if config.dn_variant == "direct":
         return Buffered(_nesterov(config), config.dn_size, is_direct=True)
@@ -41,7 +45,7 @@ OUTERS: dict[str, Callable[[BrokerConfig], ChunkOuter]] = {
     "dn": _delayed,
     "fedbuff": lambda config: Buffered(_nesterov(config), config.dn_size),
     "sgd": lambda config: Sgd(config.outer_lr, share_of(config)),
-    "cgad": lambda config: Adam(config.outer_lr, config.outer_momentum, share_of(config)),
+    "cgad": _adam,
 }
 """By name in `--outer`: functions that make the optimizer, unless a factory does."""
 

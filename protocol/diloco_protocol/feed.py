@@ -152,6 +152,10 @@ class Asynchronous:
     max_staleness: int | None = None  # staler work is rejected; None: no limit
     slots: int | None = None  # submissions in progress at a time
     deadline_s: float | None = None  # without progress, after which a submission loses its slot
+    # Of cgad alone: the decay with staleness, the staleness from which a push counts nothing.
+    cgad_decay: float | None = None
+    cgad_cutoff: int | None = None
+    cgad_epsilon: float | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kit.unit_workers import UnitWorker
 PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
 ASYNC: dict[str, Any] = {"mode": "async"}
 QUORUM: dict[str, Any] = {"quorum": 1}
+CGAD: dict[str, Any] = ASYNC | {"outer": "cgad"}
 DYLU: dict[str, Any] = ASYNC | {"dylu": True, "dylu_min_steps": 8, "max_staleness": 6}
 # Each option that shapes a run: another value than the usual one, and the options that it needs.
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -42,6 +43,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dn_buffer": (5, {"outer": "dn"}),
     "dn_c": (0.125, {"outer": "dn", "dn_buffer": 4}),
     "dn_variant": ("direct", {"outer": "dn"}),
+    "cgad_decay": (0.5, CGAD),
+    "cgad_cutoff": (7, CGAD),
+    "cgad_epsilon": (0.01, CGAD),
     "staleness_weight": ("poly", ASYNC),
     "max_staleness": (7, ASYNC),
     "dylu": (True, ASYNC),

@@ -248,12 +248,25 @@ def _check_outer(options: Options) -> None:
         _require_unset(options, "dn_c", why)
     if outer != "dn":
         _require_unset(options, "dn_variant", f": --outer {outer} is not dn")
+    if outer != "cgad":
+        for name in ("cgad_decay", "cgad_cutoff", "cgad_epsilon"):
+            _require_unset(options, name, f": --outer {outer} is not cgad")
+        return
+    no_rounds = "another one without --mode async: cgad weighs stale pushes, and rounds have none"
+    _require(options, "outer", options.is_async, no_rounds)
+    _require_unset(
+        options, "staleness_weight", " with --outer cgad, which weighs stale pushes itself"
+    )
+    if not options.outer_schedule.warmup.is_constant:
+        why = ", or constant: --outer cgad has a constant momentum"
+        _require_unset(options, "outer_momentum_warmup", why)
 
 
 def _check_restart(options: Options) -> None:
     restart = options.outer_momentum_restart
-    if options.outer_name == "sgd":
-        _require_unset(options, "outer_momentum_restart", ": --outer sgd has no momentum")
+    if options.outer_name in ("sgd", "cgad"):
+        why = f": --outer {options.outer_name} has no Nesterov momentum"
+        _require_unset(options, "outer_momentum_restart", why)
     unit = options.dn_size // options.outer_schedule.size  # rounds between two momentum steps
     several = (
         f"0, or a multiple of {unit} (--dn-buffer) that is larger" if unit > 1 else "0, or above 1"

@@ -32,7 +32,7 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 from diloco_protocol.quantities import parse_duration
 from diloco_protocol.ranges import MOST
 
-AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
+AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median", "rda")
 AUTO = "auto"
 MOST_DELTA_NORM = 1e30
 
@@ -43,6 +43,9 @@ MOST_TENSOR_THREADS = 64
 MOST_STEPS = 1_000_000  # H
 HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
+HIGHEST_DECAY = 10.0
+SMALLEST_EPSILON = 1e-12
+MOST_CUTOFF = 1_000_000  # versions
 SHORTEST_LEASE_S, LONGEST_LEASE_S = 0.5, 3600.0
 LONGEST_S = 30 * 86_400.0
 
@@ -128,9 +131,9 @@ class Options:
 
     outer: str | None = OUTER.option(
         None,
-        one_of("nesterov", "dn", "fedbuff", "sgd"),
+        one_of("nesterov", "dn", "fedbuff", "sgd", "cgad"),
         "Outer optimizer: nesterov, dn (Delayed Nesterov), fedbuff (a buffer of N gradients, then a "
-        "Nesterov step) or sgd (no momentum).",
+        "Nesterov step), sgd (no momentum) or, in async mode, cgad (Adam; stale pushes count less).",
         if_none="nesterov in sync, dn in async",
     )
     outer_lr: float = OUTER.option(
@@ -171,6 +174,22 @@ class Options:
         "Variant of Delayed Nesterov: paper, or direct, which counts gradients twice.",
     )
 
+    cgad_decay: float = ASYNC.option(
+        0.1, up_to(HIGHEST_DECAY), "a of cgad: a push that is s versions old counts exp(-a s)."
+    )
+    cgad_cutoff: int | None = ASYNC.option(
+        None,
+        whole(1, MOST_CUTOFF),
+        "Age of a push, in versions, from which it counts nothing with cgad; up to it the weight falls "
+        "along a cosine.",
+        if_none="4 times the workers",
+    )
+    cgad_epsilon: float = ASYNC.option(
+        0.1,
+        within(SMALLEST_EPSILON, 1.0),
+        "Epsilon of Adam in cgad. With a smaller one, steps adapt more to each parameter, and need a "
+        "smaller --outer-lr.",
+    )
     staleness_weight: str = ASYNC.option(
         "none",
         one_of("none", "poly"),
@@ -276,7 +295,8 @@ class Options:
         "mean",
         one_of(*AGGREGATES),
         "Aggregate of contributions: mean, clip-median-norm (norms are clipped to the median), "
-        "trimmed-mean or coordinate-median (element by element, without extremes).",
+        "trimmed-mean or coordinate-median (element by element, without extremes), or rda (mean length "
+        "times mean direction of each tensor).",
     )
     trim: float = REDUCING.option(
         0.2,
@@ -433,6 +453,11 @@ class Options:
     def dn_size(self) -> int:
         """N: gradients in a buffer of dn and fedbuff."""
         return self.dn_buffer or usual_buffer(self.mode, self.workers)
+
+    @property
+    def cgad_cutoff_versions(self) -> int:
+        """The staleness from which a push does not count with cgad."""
+        return self.cgad_cutoff or 4 * self.workers
 
     @property
     def outer_schedule(self) -> OuterSchedule:

@@ -44,6 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "grace": AUTO,
         "num_fragments": 4,
         "weight_by": "tokens2-per-step",
+        "aggregate": "rda",
     },
     # arXiv 2311.08105, whose momentum does not warm up.
     "diloco-paper": {

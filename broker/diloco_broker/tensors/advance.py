@@ -115,9 +115,9 @@ class Advance:
                 updated, state = outer.step_by_pieces(master, pieces, state, reply.add)
             else:
                 updated, state = outer.step(master, gradient.whole(), state, count)
-        total = state.get(chunked.DELAYED)
-        # An infinite momentum makes the parameters infinite at once; only the buffer must be checked.
-        if total is not None and not is_finite(total):
+        # An infinite momentum makes the parameters infinite at once; only these must be checked.
+        unseen = [state[name] for name in (chunked.DELAYED, chunked.SQUARES) if name in state]
+        if not all(map(is_finite, unseen)):
             return None
         made = reply.of(updated)
         return None if made is None else (Kept(updated, state, kept.shadow), made)

@@ -542,6 +542,13 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("asynchronous.deadline_s", "Slot lost without progress for", format="duration", row="async",
         phrase="deadline {}", is_setting=True),
 
+    Field("asynchronous.cgad_decay", "Decay of stale work", format="setting", row="async",
+        phrase="decay {} a version", is_setting=True),
+    Field("asynchronous.cgad_cutoff", "Staleness that counts nothing", row="async",
+        phrase="cutoff {}", is_setting=True),
+    Field("asynchronous.cgad_epsilon", "Epsilon of Adam", format="setting", row="async",
+        phrase="epsilon {}", is_setting=True),
+
     Field("liveness.heartbeat_timeout_s", "Dead after silence of",
         "Silence after which a worker counts as dead; 0 is never.", row="timeouts",
         say=_limit("heartbeat_timeout_s", "silent {}: dead", "silent: never dead"),

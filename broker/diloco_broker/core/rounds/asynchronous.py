@@ -9,8 +9,10 @@ the same parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, warning
@@ -215,9 +217,20 @@ def close(state: RunState) -> Effects:
         yield from _hand_out_slots(state)
         return
     update.apply(chosen, state.versions[fragment].layout.chunks)
-    power = -0.5 if state.config.staleness_weight == "poly" else 0.0
     groups = [[each] for each in chosen]
-    yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** power)
+    yield from collect.merge(state, fragment, groups, partial(staleness_factor, state.config))
+
+
+def staleness_factor(config: BrokerConfig, staleness: int) -> float:
+    """The factor of the values of a push that is this many versions old; 1 for 0 versions.
+
+    With `--outer cgad` the factor is gamma(s) exp(-a s), and gamma falls from 1 to 0 along a cosine
+    (arXiv 2605.09126). A push beyond its cutoff is counted, and takes an outer step with zeros.
+    """
+    if config.outer_name == "cgad":
+        at = min(1.0, staleness / config.cgad_cutoff_versions)
+        return (1 + math.cos(math.pi * at)) / 2 * math.exp(-config.cgad_decay * staleness)
+    return float((1 + staleness) ** -0.5) if config.staleness_weight == "poly" else 1.0
 
 
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:

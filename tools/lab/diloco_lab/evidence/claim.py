@@ -225,4 +225,6 @@ def outer(*pairs: tuple[float, float]) -> Choices:
 OUTER = outer((0.7, 0.9), (0.8, 0.5), (1.0, 0.0))
 # For an outer step at each push of one of four workers: four times as many steps.
 OUTER_PER_PUSH = outer((0.2, 0.5), (0.1, 0.9), (0.25, 0.0))
+# For Adam at each push: its steps are eta / (4 epsilon) times a mean of gradients far below epsilon.
+OUTER_ADAM = (*outer((0.2, 0.5), (0.1, 0.9)), {**outer((0.02, 0.5))[0], "cgad_epsilon": 0.01})
 INNER: Choices = tuple({"lr": lr} for lr in (0.75e-3, 1.5e-3, 3e-3))

@@ -31,7 +31,7 @@ DECODE = {
     "int8": 0.8,
     "int4": 1.6,
     "int4z": 1.5,
-    **dict.fromkeys(SPARSE_KEPT, 1.0),
+    **dict.fromkeys(SPARSE_KEPT, 1.5),
 }
 
 

@@ -406,6 +406,7 @@ class Snapshot:
     liveness: Liveness = Liveness()
     asynchronous: Asynchronous | None = None
     wire_dtype: str = ""
+    feedback_decay: float = 1.0  # of what quantized pushes leave out
     reply_dtype: str = ""
     workers_wanted: int | None = None
     min_workers: int | None = None

@@ -74,6 +74,8 @@ class RunConfig:
     dylu: bool = False  # replies to heartbeats have an H for each worker
     weight_by: str = "equal"  # weight of a contribution, one of `WEIGHTS`
     wire_dtype: str = "bf16"  # of pseudo-gradients, worker to broker
+    # What a quantized push that counted left out is multiplied by before it goes with the next one.
+    feedback_decay: float = 1.0
     reply_dtype: str = "fp32"  # of parameters, broker to worker
     heartbeat_timeout: float = 120.0  # seconds of silence after which a worker is dead; 0 = never
     chunk_elements: int = CHUNK_ELEMENTS  # of a chunk, both ways

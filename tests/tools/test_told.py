@@ -71,6 +71,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "save_every": (5, {}),
     "durable": (True, {"save_dir": "run"}),
     "wire_dtype": ("fp16", {}),
+    "feedback_decay": (0.95, {}),
     "reply_dtype": ("bf16", {}),
     "heartbeat_timeout": (90.0, {}),
     "stall_timeout": (30.0, {}),

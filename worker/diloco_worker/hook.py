@@ -82,8 +82,8 @@ class DiLoCoWorker:
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
             worker_id, and the only one that a broker with keys accepts.
-        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". It may differ
-            from the run's.
+        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4", "int4z" or "sparse" (or
+            "sparse:K"; docs/codecs.md). It may differ from the run's.
         process_group: the processes that are one worker together: "world", a
             `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make the worker, and call the
             same methods at the same steps; see docs/frameworks.md.

@@ -363,8 +363,14 @@ class Options:
     wire_dtype: str = WIRE.option(
         "bf16",
         one_of(*WIRE_DTYPES),
-        "Dtype of pseudo-gradients (upload): fp32, bf16, fp16; quantized: int8, int4, int4z; "
-        "experimental: top64.",
+        "Dtype of pseudo-gradients (upload): fp32, bf16, fp16; quantized: int8, int4, int4z; sparse: "
+        "the 64 largest of 4096 elements, or sparse:K with K = 32, 64, 128, 256 or 512.",
+    )
+    feedback_decay: float = WIRE.option(
+        1.0,
+        UP_TO_ONE,
+        "Decay of what a quantized push leaves out, before it is added to the next one; SparseLoCo: "
+        "0.95.",
     )
     reply_dtype: str = WIRE.option(
         "fp32",

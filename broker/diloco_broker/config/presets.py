@@ -32,7 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # arXiv 2508.15706: the decayed error feedback of workers replaces the outer momentum.
     "sparseloco": {
-        "wire_dtype": "top64",
+        "wire_dtype": "sparse",
+        "feedback_decay": 0.95,
         "outer": "sgd",
         "outer_lr": 1.0,
         "outer_momentum": 0.0,

@@ -483,6 +483,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("wire_dtype", "Pseudo-gradients are sent as", is_setting=True, row="outer",
         say=lambda s: f"{s.wire_dtype} up, {s.reply_dtype} down" if s.wire_dtype else ""),
     Field("reply_dtype", "Parameters are sent as", is_setting=True),
+    Field("feedback_decay", "Decay of error feedback", is_setting=True, row="outer",
+        say=lambda s: f"feedback decays by {s.feedback_decay:g}" if s.feedback_decay != 1 else ""),
 
     Field("num_fragments", "Fragments (P)", "Fragments of the model.", row="fragments", say=_split,
         metric="fragments", measure=lambda s: len(s.fragments) or None, is_setting=True),

@@ -45,6 +45,7 @@ _SETTINGS = (
     "liveness",
     "asynchronous",
     "wire_dtype",
+    "feedback_decay",
     "reply_dtype",
     "workers_wanted",
     "min_workers",

@@ -116,7 +116,7 @@ def test_equals_a_plain_loop_bit_for_bit(make: MakeOptimizers, dtype: torch.dtyp
 @one_thread()
 def test_equals_a_run_of_one_worker_with_a_broker_bit_for_bit() -> None:
     found = []
-    options = {"wire_dtype": "fp32", "outer_momentum_warmup": "constant", **OUTER}
+    options: dict[str, Any] = {"wire_dtype": "fp32", "outer_momentum_warmup": "constant", **OUTER}
     with LocalRun(workers=1, sync_every=H, **options) as run:
         for server in ("local", run.server):
             training = Training()
@@ -139,7 +139,8 @@ def test_resumes_in_the_middle_of_a_cycle_as_if_nothing_had_happened() -> None:
     with first.worker() as diloco:
         first.trains(2 * H + 1)
         diloco.report(loss=2.0, tokens=7)
-        states = [each.state_dict() for each in (first.model, *first.optimizers, diloco)]
+        parts: list[Any] = [first.model, *first.optimizers, diloco]
+        states = [each.state_dict() for each in parts]
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
@@ -147,7 +148,8 @@ def test_resumes_in_the_middle_of_a_cycle_as_if_nothing_had_happened() -> None:
 
     second = Training()
     second.step = first.step
-    for each, state in zip((second.model, *second.optimizers), others, strict=True):
+    parts = [second.model, *second.optimizers]
+    for each, state in zip(parts, others, strict=True):
         each.load_state_dict(state)
     wrapped: Any = torch.compile(second.model, backend="eager")  # other names
     resumed = DiLoCoWorker(
@@ -166,8 +168,7 @@ def test_resumes_in_the_middle_of_a_cycle_as_if_nothing_had_happened() -> None:
     [
         (lambda state: state["outer"].clear(), None),  # of a worker with a broker: a new start
         (lambda state: _renamed(state, "a, process 1 of 2"), "not that of process 0 of 1"),
-        (lambda state: _only(state)["global"].popitem(), "of another model"),
-        (lambda state: _only(state).pop("momentum"), "not the state of a DiLoCoWorker"),
+        (lambda state: _only(state)["global"].popitem(), "not the state of this worker"),
         (lambda state: None, "The model is not as it was"),  # it has not been loaded
     ],
 )

@@ -199,15 +199,15 @@ class DiLoCoWorker:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
         try:
             own_log.speak(leads=self._ranks is None or self._ranks.leads)
-            return self._start(self._tensors)
+            return self._start(self._settings.server, self._tensors)
         except BaseException:
             self._steps.stop()
             self._release("it did not start training")
             raise
 
-    def _start(self, tensors: ModelTensors) -> DiLoCoWorker:
+    def _start(self, server: Given, tensors: ModelTensors) -> DiLoCoWorker:
         pair.occupy(self._model, self, self.worker_id)
-        ranks, resumption = self._ranks, self._resumption
+        own, ranks, resumption = self._settings, self._ranks, self._resumption
         checks = [partial(check_values, tensors)]
         if resumption is not None:
             checks.append(partial(check_model, tensors, resumption.checksums))
@@ -217,44 +217,13 @@ class DiLoCoWorker:
         for check in checks:
             check()
         leads = ranks is None or ranks.leads
-        self._audit = PushLog(self._settings.audit if leads else None, self.worker_id)
-        if self._settings.is_local:
-            make = partial(self._local, tensors)
-            self._ports = make() if ranks is None else ranks.agreed(make)
-        else:
-            self._join(tensors)
-        self._resumption, self._carried, self._outer = None, None, {}
-        self._steps.start()
-        self._termination.is_training = True
-        return self
-
-    def _local(self, tensors: ModelTensors) -> LocalOuter:
-        """The outer optimizer in this process."""
-        made = LocalOuter(
-            worker_id=self.worker_id,
-            tensors=tensors,
-            settings=self._settings,
-            ranks=self._ranks,
-            termination=self._termination,
-            reports=self._reports,
-            metrics=self._counters,
-            step=self._step,
-            cycle_start=self._cycle_start,
-            saved=self._outer,
-        )
-        if self._settings.handle_signals is not False:
-            self._termination.install()
-        return made
-
-    def _join(self, tensors: ModelTensors) -> None:
-        own, ranks = self._settings, self._ranks
-        assert own.server is not None and self._audit is not None
+        self._audit = PushLog(own.audit if leads else None, self.worker_id)
         joining = Joining(
-            server=own.server,
+            server=server,
             worker_id=self.worker_id,
             tensors=tensors,
             settings=own,
-            resumption=self._resumption,
+            resumption=resumption,
             keys=self._keys,
             placement=Placement.of(tensors.devices, own.pin_memory, own.keep_global_on),
             audit=self._audit,
@@ -266,9 +235,16 @@ class DiLoCoWorker:
             cycle_start=self._cycle_start,
             opened=self._opened,
         )
-        self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
+        if own.is_local:
+            self._ports = LocalOuter.of(joining, ranks, self._outer)
+        else:
+            self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
+        self._resumption, self._carried, self._outer = None, None, {}
+        self._steps.start()
+        self._termination.is_training = True
+        return self
 
     def _opened(self, link: object) -> None:
         self._link = self.units.link = cast(Link, link)

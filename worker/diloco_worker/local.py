@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +25,13 @@ from diloco_protocol import Kind, RunConfig, UsageError
 from diloco_protocol.messages import Progress
 from diloco_protocol.tensors.codecs import is_finite
 from diloco_worker.model.checksums import checksums
-from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.model.placement import HOST, Placement
-from diloco_worker.model.spread.ranks import FORCE, LOAD, STEP, Ranks
+from diloco_worker.model.placement import HOST
+from diloco_worker.model.spread.ranks import FORCE, STEP, Ranks
 from diloco_worker.model.spread.saved_share import ProcessName
-from diloco_worker.ports import RunFacts
-from diloco_worker.reports import Reports
+from diloco_worker.ports import Participant, RunFacts
 from diloco_worker.saved_state import check_model
 from diloco_worker.settings import Settings
-from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.schedule import RoundSchedule
-from diloco_worker.transport.sigterm import Termination
 
 logger = logging.getLogger("diloco.worker")
 
@@ -60,54 +57,48 @@ def config_of(settings: Settings) -> RunConfig:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class LocalOuter:
-    """What the hook calls of a worker with server="local", as it calls `LocalPorts` of others.
+class LocalOuter(Participant):
+    """What the hook calls of a worker with server="local", as it calls `LocalPorts` of others."""
 
-    Attributes:
-        step: optimizer steps so far.
-        cycle_start: optimizer steps when the first cycle began.
-        saved: what all processes of the worker saved, by their `ProcessName`; {}: nothing.
-    """
-
-    worker_id: str
-    tensors: ModelTensors
-    settings: Settings
     ranks: Ranks | None
-    termination: Termination
-    reports: Reports
-    metrics: SyncMetrics
-    step: int
-    cycle_start: int
-    saved: Mapping[str, Plain]
+    saved: Mapping[str, Plain]  # by `ProcessName`, what all processes of the worker saved
     unsynced_steps = 0
 
+    @classmethod
+    def of(cls, parts: Participant, ranks: Ranks | None, saved: Mapping[str, Plain]) -> LocalOuter:
+        """Begin training; raises UsageError, in all processes, for a saved state of another worker."""
+        make = partial(cls, **vars(parts), ranks=ranks, saved=saved)
+        made = make() if ranks is None else ranks.agreed(make)
+        if made.settings.handle_signals is not False:
+            made.termination.install()
+        return made
+
     def __post_init__(self) -> None:
-        own = self.settings
-        self.config = config_of(own)
-        outer = {**OUTER, **(own.local or {})}
+        self.config = config_of(self.settings)
+        outer = {**OUTER, **(self.settings.local or {})}
         self.lr, self.momentum = outer["outer_lr"], outer["outer_momentum"]
-        self.schedule = RoundSchedule(
-            self.config.sync_every, 1, step=self.step, cycle_start=self.cycle_start
-        )
+        every = self.config.sync_every
+        self.schedule = RoundSchedule(every, 1, step=self.step, cycle_start=self.cycle_start)
         self.is_asked = False  # whether a process of this worker received SIGTERM
         self._loss: float | None = None
-        place = Placement.of(self.tensors.devices, own.pin_memory, own.keep_global_on)
-        pinned = place.is_pinned and place.base == HOST
+        base = self.placement.base
         self._global: dict[str, Tensor] = {}
         self._momentum: dict[str, Tensor] = {}
         for entry, tensor in self.tensors.live():
             if entry.kind is not Kind.FROZEN:
-                how: Any = {"dtype": _wide(tensor), "device": place.base, "pin_memory": pinned}
-                self._global[entry.name] = torch.empty(tensor.shape, **how).copy_(tensor)
+                kept = tensor.to(base, _wide(tensor), copy=True)
+                pins = self.placement.is_pinned and base == HOST
+                self._global[entry.name] = kept = kept.pin_memory() if pins else kept
                 if entry.kind is Kind.TRAINABLE:
-                    self._momentum[entry.name] = torch.zeros(tensor.shape, **how)
+                    zeros = torch.zeros_like(kept)
+                    self._momentum[entry.name] = zeros.pin_memory() if pins else zeros
         if self.saved:
             self._restore()
         self.saved = {}
         logger.info(
             "Training alone, with an outer step after every %d steps: learning rate %g, Nesterov "
             "momentum %g.",
-            *(self.config.sync_every, self.lr, self.momentum),
+            *(every, self.lr, self.momentum),
         )
 
     # What the hook calls.
@@ -124,8 +115,7 @@ class LocalOuter:
     def stepped(self, step: int) -> bool:
         """An optimizer step was made; returns whether a boundary is due."""
         self.step = step
-        asked = self.termination.is_asked
-        ranks = self.ranks
+        asked, ranks = self.termination.is_asked, self.ranks
         self.is_asked = asked if ranks is None else ranks.meet(STEP, float(asked)) > 0
         return self.schedule.is_due(step)
 
@@ -136,8 +126,6 @@ class LocalOuter:
         return self._outer_step(FORCE)
 
     def load(self) -> bool:
-        if self.ranks is not None:
-            self.ranks.meet(LOAD)
         self.put_global()
         self.schedule.restart(self.step)
         return True
@@ -224,21 +212,12 @@ class LocalOuter:
                 "server='local' as many processes resume as have saved."
             )
         try:
-            sums = {name: tuple(map(int, each)) for name, each in own["checksums"].items()}
-            pairs = [(self._global, own["global"]), (self._momentum, own["momentum"])]
-            is_same = all(
-                {name: each.shape for name, each in ours.items()}
-                == {name: each.shape for name, each in theirs.items()}
-                for ours, theirs in pairs
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
-        if not is_same:
-            raise UsageError("The worker's state is of another model than this one.")
-        check_model(self.tensors, sums)
-        for ours, theirs in pairs:
-            for name, tensor in ours.items():
-                tensor.copy_(theirs[name])
+            check_model(self.tensors, own["checksums"])
+            for ours, theirs in ((self._global, own["global"]), (self._momentum, own["momentum"])):
+                for name, tensor in ours.items():
+                    tensor.copy_(theirs[name].view_as(tensor))
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise UsageError(f"This is not the state of this worker: {error!r}.") from None
 
     def _is_own(self, name: str) -> bool:
         found = ProcessName.read(name)

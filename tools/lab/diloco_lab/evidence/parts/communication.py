@@ -49,7 +49,8 @@ FRAGMENTS = Part(
     ),
 )
 
-CODEC_PAIRS = ("bf16/fp32", "int8/int8", "int4/int4", "int4z/int4z", "top64/int4z")
+SPARSE = "top64"  # the name of the sparse codec
+CODEC_PAIRS = ("bf16/fp32", "int8/int8", "int4/int4", "int4z/int4z", f"{SPARSE}/int4z")
 
 
 def _in(pair: str) -> Arm:
@@ -59,7 +60,7 @@ def _in(pair: str) -> Arm:
 
 
 def _against_usual(pair: str) -> Claim:
-    most = math.inf if pair.startswith("top64") else 3
+    most = math.inf if pair.startswith(SPARSE) else 3
     return compared(f"perplexity in {pair}, against bf16/fp32", (pair, "bf16/fp32"), most=most)
 
 

@@ -54,9 +54,9 @@ def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Pa
     answer = runs("page", "--out", str(out), "--page", str(page_file))
     assert answer.exit_code == 0, answer.output
     assert page_file.read_text() == EVIDENCE.read_text()
-    drawn = {path.name for path in out.glob("*.png")}
-    assert drawn == {path.name for path in COMMITTED.glob("*.png")}
-    assert drawn == set(re.findall(r"/evidence/([a-z-]+\.png)\)", page_file.read_text()))
+    drawn = {path.name for path in out.glob("*.*g")}
+    assert drawn == {path.name for path in COMMITTED.glob("*.*g")}  # png and svg
+    assert drawn == set(re.findall(r"/evidence/([a-z-]+\.(?:png|svg))\)", page_file.read_text()))
 
 
 @pytest.mark.slow

@@ -54,11 +54,9 @@ class Training:
                 each.zero_grad()
             self.step += 1
 
-    def worker(self, server: str = "local", **options: Any) -> DiLoCoWorker:
-        local = {"local": OUTER} if server == "local" else {}
-        return DiLoCoWorker(
-            self.model, self.optimizers, server, sync_every=H, options=local, **options
-        )
+    def worker(self, server: str = "local", outer: dict[str, float] = OUTER) -> DiLoCoWorker:
+        local = {"local": outer} if server == "local" else {}
+        return DiLoCoWorker(self.model, self.optimizers, server, sync_every=H, options=local)
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -113,14 +111,22 @@ def test_equals_a_plain_loop_bit_for_bit(make: MakeOptimizers, dtype: torch.dtyp
     assert_equal({name: saved["global"][name] for name in base}, base)
 
 
+@pytest.mark.parametrize(
+    ("outer", "of_broker"),
+    [
+        (OUTER, {"outer_momentum_warmup": "constant", **OUTER}),
+        ({}, {"outer_lr": 0.4}),  # the default momentum rises in the same way
+    ],
+)
 @one_thread()
-def test_equals_a_run_of_one_worker_with_a_broker_bit_for_bit() -> None:
+def test_equals_a_run_of_one_worker_with_a_broker_bit_for_bit(
+    outer: dict[str, float], of_broker: dict[str, Any]
+) -> None:
     found = []
-    options: dict[str, Any] = {"wire_dtype": "fp32", "outer_momentum_warmup": "constant", **OUTER}
-    with LocalRun(workers=1, sync_every=H, **options) as run:
+    with LocalRun(workers=1, sync_every=H, wire_dtype="fp32", **of_broker) as run:
         for server in ("local", run.server):
             training = Training()
-            with training.worker(server) as diloco:
+            with training.worker(server, outer) as diloco:
                 training.trains(4 * H)
                 assert diloco.force_sync()
                 training.trains(2)

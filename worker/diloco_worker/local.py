@@ -37,7 +37,10 @@ logger = logging.getLogger("diloco.worker")
 
 # For one worker at H = 30 (arXiv 2503.09799).
 SYNC_EVERY = 30
-OUTER: Mapping[str, float] = {"outer_lr": 0.4, "outer_momentum": 0.9}
+OUTER_LR, MOMENTUM = 0.4, 0.9
+# The default momentum rises from this one over so many outer steps, as a broker's does: at once it would
+# be too much for the few rounds of a short run.
+FIRST_MOMENTUM, WARMUP = 0.5, 200
 
 Plain = dict[str, Any]
 
@@ -75,8 +78,8 @@ class LocalOuter(Participant):
 
     def __post_init__(self) -> None:
         self.config = config_of(self.settings)
-        outer = {**OUTER, **(self.settings.local or {})}
-        self.lr, self.momentum = outer["outer_lr"], outer["outer_momentum"]
+        outer = self.settings.local or {}
+        self.lr, self._fixed_momentum = outer.get("outer_lr", OUTER_LR), outer.get("outer_momentum")
         every = self.config.sync_every
         self.schedule = RoundSchedule(every, 1, step=self.step, cycle_start=self.cycle_start)
         self.is_asked = False  # whether a process of this worker received SIGTERM
@@ -97,8 +100,9 @@ class LocalOuter(Participant):
         self.saved = {}
         logger.info(
             "Training alone, with an outer step after every %d steps: learning rate %g, Nesterov "
-            "momentum %g.",
-            *(every, self.lr, self.momentum),
+            "momentum %s%g.",
+            *(every, self.lr),
+            *(("up to ", MOMENTUM) if outer.get("outer_momentum") is None else ("", self.momentum)),
         )
 
     # What the hook calls.
@@ -151,6 +155,13 @@ class LocalOuter(Participant):
         return None, {str(ProcessName(self.worker_id, *self._place)): state}
 
     # The outer step.
+
+    @property
+    def momentum(self) -> float:
+        """Of the next outer step."""
+        done = min(1.0, self.metrics.pushes / WARMUP)
+        rising = FIRST_MOMENTUM + done * (MOMENTUM - FIRST_MOMENTUM)
+        return rising if self._fixed_momentum is None else self._fixed_momentum
 
     @property
     def _place(self) -> tuple[int, int]:

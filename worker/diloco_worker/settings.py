@@ -227,8 +227,8 @@ class WorkerOptions:
         audit: a file that gets a JSON line for each push. Default: none.
         tensor_threads: threads that encode deltas in few bits on the host, the sending one among
             them, to the same bits. Default: one less than there are cores, from 1 to 4.
-        local: outer_lr and outer_momentum of server="local"; not used with a broker. Default: 0.4 and
-            0.9.
+        local: outer_lr and outer_momentum of server="local"; not used with a broker. Default: 0.4, and a
+            momentum that rises from 0.5 to 0.9 in 200 outer steps.
     """
 
     heartbeat_interval: float | None = keyword(SECONDS)

@@ -9,15 +9,16 @@ from diloco_lab.evidence.trial import Trial
 _ALONE = Trial(arm="alone", workers=1, steps=990, sync_every=30, every=3)
 _LOCAL = _ALONE.with_changes(arm="local")
 _FOUR = _ALONE.with_changes(arm="diloco", workers=4)
-# As published for one worker (2503.09799), with less momentum, and those of MuLoCo.
-_FOR_ONE = outer((0.4, 0.9), (0.8, 0.5), (0.7, 0.5))
+# As published for one worker (2503.09799), of MuLoCo, and nearly none.
+_FOR_ONE = outer((0.4, 0.9), (0.7, 0.5), (1.0, 0.2))
+_OFTEN = {"sync_every": 10, "outer_lr": 0.7, "outer_momentum": 0.5}
 _FOR_FOUR = outer((0.7, 0.9), (0.7, 0.6), (0.7, 0.8))
 _MUON = {"inner": "muon"}
 
 LOCAL = Part(
     "local",
     "One worker with an outer optimizer",
-    (Arm("AdamW", _ALONE, INNER), Arm("with outer steps", _LOCAL, _FOR_ONE)),
+    (Arm("AdamW", _ALONE, INNER), Arm("with outer steps", _LOCAL, (*_FOR_ONE, _OFTEN))),
     (
         compared(
             "perplexity with outer steps, against the inner optimizer alone",

@@ -49,12 +49,13 @@ FRAGMENTS = Part(
     ),
 )
 
+SPARSE = "sparse"  # the name of the sparse codec
 CODEC_PAIRS = (
     "bf16/fp32",
     "int8/int8",
     "int4/int4",
     "int4z/int4z",
-    "sparse/int4z",
+    f"{SPARSE}/int4z",
     "sparse:128/int4z",
 )
 # As published: the decayed residual replaces the momentum (SparseLoCo, arXiv 2508.15706).

@@ -140,9 +140,7 @@ SPLITS: dict[str, tuple[Manifest, str, int, str]] = {
 
 
 @pytest.mark.parametrize(("manifest", "pattern", "depth", "parts"), SPLITS.values(), ids=SPLITS)
-def test_pattern_splits_a_model_like_this(
-    manifest: Manifest, pattern: str, depth: int, parts: str
-) -> None:
+def test_pattern_splits_a_model(manifest: Manifest, pattern: str, depth: int, parts: str) -> None:
     plan = FragmentPlan.of(manifest, parts.count("|") + 1, pattern)
     assert " | ".join(modules(plan, depth)) == parts
 
@@ -173,9 +171,7 @@ shapes = st.lists(st.integers(0, 9), max_size=2)
 
 
 @given(st.lists(names, min_size=1, max_size=25, unique=True), st.data())
-def test_every_trainable_parameter_is_in_exactly_one_fragment(
-    names: list[str], data: st.DataObject
-) -> None:
+def test_each_parameter_is_in_one_fragment(names: list[str], data: st.DataObject) -> None:
     manifest = Manifest(
         tuple(tensor(name, *data.draw(shapes), kind=data.draw(kinds)) for name in names)
     )
@@ -316,9 +312,7 @@ def test_plan_that_cannot_be_made_says_what_to_do() -> None:
         ((0, 0, -1, 0, 0), 0, "cannot fill 0 fragments"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(
-    numbers: tuple[int, ...], num_fragments: int, words: str
-) -> None:
+def test_numbers_must_fit(numbers: tuple[int, ...], num_fragments: int, words: str) -> None:
     manifest = Manifest(
         (
             tensor("w1", 2),

@@ -53,9 +53,7 @@ def test_end_without_a_reason_is_not_taken_for_a_missing_key(has_keys: bool, clo
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("way", ["tcp", "ipc"])
-def test_broker_that_is_quicker_to_end_a_handshake_is_asked_for_the_reason(
-    asks: bool, has_keys: bool, way: str
-) -> None:
+def test_broker_is_asked_why_it_ended_a_handshake(asks: bool, has_keys: bool, way: str) -> None:
     """Then ZeroMQ here has not been told whether it asks for keys."""
     folder = tempfile.mkdtemp()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

@@ -159,7 +159,7 @@ HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
         ),
     ],
 )
-def test_field_of_another_type_is_named(
+def test_field_of_a_wrong_type(
     message: Message, place: list[Any], value: object, words: str
 ) -> None:
     plain = inner = msgpack.unpackb(encode(message))
@@ -192,9 +192,7 @@ values = st.recursive(
 
 @pytest.mark.slow
 @given(st.sampled_from(EVERY_KIND), st.data())
-def test_any_value_in_any_field_is_taken_or_refused_with_a_sentence(
-    message: Message, data: st.DataObject
-) -> None:
+def test_any_value_in_any_field_is_taken_or_refused(message: Message, data: st.DataObject) -> None:
     plain = msgpack.unpackb(encode(message))
     field = data.draw(st.sampled_from([key for key in plain if key != "kind"]))
     plain[field] = data.draw(values)

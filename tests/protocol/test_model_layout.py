@@ -130,9 +130,7 @@ def test_differences_name_what_differs_and_only_that() -> None:
         ((entry("w", 2**40, 2**23),), "more than 1e+11 elements"),
     ],
 )
-def test_manifest_that_cannot_be_used_says_why(
-    tensors: tuple[TensorEntry, ...], words: str
-) -> None:
+def test_unusable_manifest_says_why(tensors: tuple[TensorEntry, ...], words: str) -> None:
     assert any(words in problem for problem in Manifest(tensors).problems())
 
 

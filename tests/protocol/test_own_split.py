@@ -64,10 +64,7 @@ def test_each_parameter_goes_where_its_pattern_says() -> None:
             {"*": 0, "b.weight": 1},
             "matches 1 parameter(s) more than once: b.weight by '*' and 'b.weight'",
         ),
-        (
-            {"a.*": 0, "b.*": 0, "c.*": 0},
-            "1 pattern(s) that match no trainable parameter: 'c.*'",
-        ),
+        ({"a.*": 0, "b.*": 0, "c.*": 0}, "1 pattern(s) that match no trainable parameter: 'c.*'"),
         ({"?.*": 0, "tied": 0}, "match no trainable parameter: 'tied' (tied to a.weight)"),
         ({"?.*": 0, "run*": 0}, "'run*' (running is a buffer tensor)"),
         ({"?.weight": 0, "?.bias": 0, "n*": 1}, "leaves fragment 1 without trainable elements"),

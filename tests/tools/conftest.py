@@ -7,7 +7,7 @@ from inspect import iscoroutinefunction, signature
 
 import pytest
 
-from kit.feed_snapshots import Publisher
+from kit.dashboard_server import Publisher
 from kit.top_screen import ScreenPilot
 
 

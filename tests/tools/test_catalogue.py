@@ -74,10 +74,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "reducer.submissions": ASYNC | {"reducer": {"submissions": 4711}},
     "reducer.waiting": ASYNC | {"reducer": {"waiting": 4711}},
     "missing": {"round": RICH["round"] | {"missing": ["wombat"]}},
-    "training": {
-        "round": RICH["round"] | {"missing": ["wombat"]},
-        "workers": [worker("wombat")],
-    },
+    "training": {"round": RICH["round"] | {"missing": ["wombat"]}, "workers": [worker("wombat")]},
     "why.reason": {"why": {"reason": "grace", "since_s": 4711.0}},
     "versions": {"fragments": [{"fragment": 0, "version": 4711}]},
     "contributions": {"fragments": [{"fragment": 0, "contributions": 4711}]},

@@ -33,11 +33,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("dashboard",): "--feed",
     ("export-metrics",): "--feed",
 }
-NEED_ONE = (
-    ("broker", "plan"),
-    ("broker", "standby", "--check"),
-    ("worker", "run", "--", "true"),
-)
+NEED_ONE = (("broker", "plan"), ("broker", "standby", "--check"), ("worker", "run", "--", "true"))
 WAYS = ("positional", "--server", "variable", "former")
 NONE = "tcp://host:"  # no address: it lacks a port
 
@@ -110,7 +106,7 @@ def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
-def test_control_address_is_enough_for_every_command(
+def test_control_address_is_enough(
     broker: Broker, words: tuple[str, ...], said: str, way: str
 ) -> None:
     """Displays ask at it for the feed, which is at a port of its own."""
@@ -118,9 +114,7 @@ def test_control_address_is_enough_for_every_command(
 
 
 @pytest.mark.parametrize("kind", ["file", "several"])
-def test_file_and_several_addresses_are_taken_by_operators_and_displays(
-    broker: Broker, tmp_path: Path, kind: str
-) -> None:
+def test_file_and_several_addresses_are_taken(broker: Broker, tmp_path: Path, kind: str) -> None:
     file = tmp_path / "address"
     write_address(file, broker.address, broker.feed_address)
     address = f"file://{file}" if kind == "file" else f"tcp://127.0.0.1:1,{broker.address}"

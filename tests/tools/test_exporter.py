@@ -74,7 +74,7 @@ class TestMapping:
         ],
         ids=["none", "some", "older broker"],
     )
-    def test_refused_pushes_go_by_the_known_reasons(
+    def test_refused_pushes_by_reason(
         self, totals: dict[str, Any], counted: dict[str, int]
     ) -> None:
         none = dict.fromkeys([*(code.value for code in Code), "other"], 0)
@@ -126,9 +126,7 @@ class TestMapping:
         ],
         ids=str,
     )
-    def test_what_is_not_known_of_a_worker_has_no_sample(
-        self, keys: dict[str, Any], gone: list[str]
-    ) -> None:
+    def test_unknown_figures_of_a_worker(self, keys: dict[str, Any], gone: list[str]) -> None:
         one = {"sync_age_s": 2.0} | keys
         assert not {f"diloco_worker_{name}" for name in gone} & names(
             exported(status(workers=[worker("a", **one)]))

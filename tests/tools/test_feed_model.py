@@ -144,9 +144,7 @@ NOT_SAVED = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left 
         ({}, 12, ["the broker has sent nothing for 12 s"]),
     ],
 )
-def test_verdict_has_a_reason_for_whatever_is_not_well(
-    news: dict[str, Any], after_s: float, reasons: list[str]
-) -> None:
+def test_verdict_and_its_reasons(news: dict[str, Any], after_s: float, reasons: list[str]) -> None:
     model = FeedModel()
     model.update(snapshot(**news), now=0.0)
     verdict = model.verdict(after_s)

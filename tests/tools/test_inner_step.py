@@ -102,9 +102,7 @@ def estimate(after_s: float = 0.0, timeout: float = 120.0, **keys: Any) -> int |
     ],
     ids=str,
 )
-def test_steps_are_the_report_and_what_the_pace_makes_since(
-    keys: dict[str, Any], expected: int | None
-) -> None:
+def test_steps_since_a_report_are_estimated(keys: dict[str, Any], expected: int | None) -> None:
     assert estimate(**keys) == expected
 
 

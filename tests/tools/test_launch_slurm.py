@@ -128,9 +128,7 @@ def test_wrong_use_gets_a_sentence_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_without_slurm_the_scripts_are_written_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_are_written_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["slurm", "--islands", "1", "--submit", "--", "true"]
     done = CliRunner().invoke(app, words, env={"PATH": str(tmp_path)})

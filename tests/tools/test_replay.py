@@ -128,9 +128,7 @@ class TestMoments:
         told = moments[2].snapshot.reducer
         assert (told.quorum, told.submissions, told.waiting) == (2, 0, 0)
 
-    def test_the_last_twenty_events_are_in_it_and_the_end_is_one_and_a_state(
-        self, tmp_path: Path
-    ) -> None:
+    def test_the_last_twenty_events_are_kept_with_the_end(self, tmp_path: Path) -> None:
         lines = [event(float(number), f"event {number}") for number in range(29)]
         stop = line("stop", 30.0, text="SIGTERM")
         seen = past(tmp_path, start(0.0), closed(5.0, 0, "a"), *lines, stop)[-1].snapshot
@@ -138,9 +136,7 @@ class TestMoments:
         assert [(each.sequence, each.text) for each in seen.events] == list(enumerate(texts, 11))
         assert (seen.state, names(seen)) == ("stopping", ["a"])
 
-    def test_a_restart_shows_nothing_of_the_life_before_but_its_events(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_restart_keeps_only_the_events(self, tmp_path: Path) -> None:
         moments = past(
             tmp_path,
             start(0.0),
@@ -160,9 +156,7 @@ class TestMoments:
 
 
 class TestWorkers:
-    def test_those_that_contributed_last_are_shown_as_many_as_were_alive(
-        self, tmp_path: Path
-    ) -> None:
+    def test_those_that_contributed_last_are_shown(self, tmp_path: Path) -> None:
         """In asynchronous mode each line has one contributor."""
         lines = [closed(float(n), n, name, alive=3) for n, name in enumerate("abcabd")]
         seen = past(tmp_path, start(0.0, mode="async"), *lines)[-1].snapshot
@@ -178,9 +172,7 @@ class TestWorkers:
 
 
 class TestFiles:
-    def test_the_older_file_comes_first_though_it_is_rotated_meanwhile(
-        self, tmp_path: Path
-    ) -> None:
+    def test_the_older_file_comes_first(self, tmp_path: Path) -> None:
         older = write(tmp_path / "history.1.jsonl", start(0.0), closed(5.0, 0, "a"))
         assert len(read_history(tmp_path)) == 2, "a folder will do"
         path = write(tmp_path / "history.jsonl", closed(9.0, 1, "a"))
@@ -220,9 +212,7 @@ class TestFiles:
         assert [moment.at for moment in history] == [0.0, 5.0, 6.0]
         assert history[-1].snapshot.last_round is not None
 
-    def test_a_cut_last_line_empty_ones_and_those_of_a_newer_broker_cost_nothing_else(
-        self, tmp_path: Path
-    ) -> None:
+    def test_cut_empty_or_newer_lines_cost_nothing_else(self, tmp_path: Path) -> None:
         odd = line("weather", 2.0, sky="blue")
         lines = (start(0.0), b"", b"  ", odd, closed(5.0, 0, "a", mood="good"))
         path = write(tmp_path / "history.jsonl", *lines)

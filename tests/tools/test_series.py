@@ -65,9 +65,7 @@ class TestScale:
             ([5.0], (5.0, 5.0)),
         ],
     )
-    def test_is_that_of_the_newer_values(
-        self, values: list[float], scale: tuple[float, float]
-    ) -> None:
+    def test_fits_the_newer_values(self, values: list[float], scale: tuple[float, float]) -> None:
         assert recent_scale(values) == scale
 
 
@@ -103,9 +101,7 @@ class TestScale:
         ),
     ],
 )
-def test_network_is_bytes_over_the_uptime_of_the_broker(
-    news: list[tuple[Snapshot, float]], network: list[Rate]
-) -> None:
+def test_network_rate_by_uptime(news: list[tuple[Snapshot, float]], network: list[Rate]) -> None:
     assert series_of(*news).network == network
 
 
@@ -144,9 +140,7 @@ class TestWorkers:
             ([Worker("a", bytes_up=each) for each in (100, 200, 50)], 0, False),
         ],
     )
-    def test_what_is_kept_of_one(
-        self, workers: list[Worker | None], speeds: int, has_rate: bool
-    ) -> None:
+    def test_kept_figures(self, workers: list[Worker | None], speeds: int, has_rate: bool) -> None:
         series = series_of(
             *(
                 (snapshot(n, n, workers=(each,) if each else ()), float(n))

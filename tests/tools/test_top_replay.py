@@ -153,9 +153,7 @@ class TestPrinted:
         assert all("monitor" in line for line in lines)
 
     @pytest.mark.parametrize("text", [None, "", "garbage\n"])
-    def test_what_is_no_history_exits_2_with_one_sentence(
-        self, tmp_path: Path, text: str | None
-    ) -> None:
+    def test_invalid_history_exits_with_2(self, tmp_path: Path, text: str | None) -> None:
         path = tmp_path / "history.jsonl"
         if text is not None:
             path.write_text(text)

@@ -136,9 +136,7 @@ def test_sharded_parameters_are_refused(broker: Broker) -> None:
         DiLoCoWorker(model, optimizer, server=broker.address)
 
 
-def test_report_to_a_worker_that_is_not_started_warns_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_report_before_the_start_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     worker = Pipeline().worker(server="tcp://127.0.0.1:1", worker_id="forgotten")
     for _ in range(3):
         worker.report(loss=1.0)

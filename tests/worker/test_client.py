@@ -179,9 +179,7 @@ ONES = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
         (ONES | {"odd": torch.ones(1)}, "does not train 'odd'"),
     ],
 )
-def test_invalid_delta_is_refused_before_anything_is_sent(
-    talk: Talk, delta: dict[str, Tensor], sentence: str
-) -> None:
+def test_invalid_delta_is_never_sent(talk: Talk, delta: dict[str, Tensor], sentence: str) -> None:
     talk.begins_with()
     with pytest.raises(UsageError, match=sentence):
         talk.client.push(delta)
@@ -230,9 +228,7 @@ def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
         (2, r"lacks '2\.weight'"),
     ],
 )
-def test_push_needs_its_fragment_number_and_all_of_its_tensors(
-    talk: Talk, fragment: int | None, sentence: str
-) -> None:
+def test_push_needs_its_number_and_tensors(talk: Talk, fragment: int | None, sentence: str) -> None:
     talk.begins_with(fragments=3)
     with pytest.raises(UsageError, match=sentence):
         talk.client.push({"1.weight": torch.zeros(2, 2)}, fragment=fragment)

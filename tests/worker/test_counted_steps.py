@@ -90,9 +90,7 @@ def warning(training: ScriptedTraining) -> str | None:
     return training.broker.hears(Heartbeat).warning
 
 
-def test_replaced_optimizer_warns_until_steps_are_counted_again(
-    training: ScriptedTraining,
-) -> None:
+def test_replaced_optimizer_warns_until_steps_are_counted_again(training: ScriptedTraining) -> None:
     """For example when layers are unfrozen during training and get a new optimizer."""
     training.begins(config={"sync_every": 10_000})
     training.steps(1)
@@ -114,9 +112,7 @@ def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_alternating_or_unrelated_optimizers_do_not_warn(
-    counted: Counted,
-) -> None:
+def test_alternating_or_unrelated_optimizers_do_not_warn(counted: Counted) -> None:
     other = torch.optim.SGD(counted.descent.model.parameters(), lr=0.0)
     for _ in range(3):  # as in meta-learning
         steps_of(other, 99)
@@ -141,9 +137,7 @@ def test_pace_excludes_time_outside_training() -> None:
     assert pace.steps_per_s == 0.5
 
 
-def test_device_reports_are_read_periodically(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_reports_are_read_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports()
     with on_an_accelerator(monkeypatch):
         reports.add(torch.tensor(9.0), torch.tensor(3), None)
@@ -170,9 +164,7 @@ def test_invalid_count_on_a_device_is_dropped_with_a_warning(
 
 
 @pytest.mark.parametrize("what", ["loss", "tokens", "samples"])
-def test_report_refuses_values_other_than_a_single_number(
-    training: ScriptedTraining, what: str
-) -> None:
+def test_report_refuses_all_but_a_number(training: ScriptedTraining, what: str) -> None:
     worker = training.begins()
     with pytest.raises(UsageError, match=rf"{what}.*\[2\]"):
         worker.report(**{what: torch.zeros(2)})
@@ -203,9 +195,7 @@ def test_counts_too_large_for_a_message_are_refused(training: ScriptedTraining, 
     assert (getattr(push, what), push.loss) == (2**53 - 1, None), "what is refused changes nothing"
 
 
-def test_unknown_keyword_of_a_report_is_refused_with_the_nearest(
-    training: ScriptedTraining,
-) -> None:
+def test_unknown_keyword_of_a_report_names_the_nearest(training: ScriptedTraining) -> None:
     worker = training.begins()
     names = {
         "loss": ("los", "d_loss", "loss2", "losses"),

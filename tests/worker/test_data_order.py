@@ -67,9 +67,7 @@ def test_a_loader_that_is_used_again_keeps_its_order() -> None:
     assert [list(map(int, each)) for each in made] == [list(map(int, each)) for each in again]
 
 
-def test_data_read_in_order_by_several_workers_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_workers_that_read_in_order_are_warned(caplog: pytest.LogCaptureFixture) -> None:
     in_order: DataLoader[int] = DataLoader(NUMBERS, 8)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, "diloco.worker"):
         assert not give_own_order([in_order], lambda: (0, 1))
@@ -133,9 +131,7 @@ def test_broker_without_shares_does_not_end_training(caplog: pytest.LogCaptureFi
 # The share of the data: that of the environment, else of the broker.
 
 
-def test_variables_take_precedence_over_the_broker(
-    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_come_first(training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = training.begins()
     with pytest.raises(UsageError, match="set DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS"):
         assert worker.shard, "this broker assigns none"

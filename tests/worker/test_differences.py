@@ -97,9 +97,7 @@ def test_mismatched_copy_is_detected_and_fetched_complete(
     assert training.values == 57
 
 
-def test_difference_from_an_unknown_version_is_ignored(
-    training: ScriptedTraining,
-) -> None:
+def test_difference_from_an_unknown_version_is_ignored(training: ScriptedTraining) -> None:
     few(training)
     training.trains(H)
     push, _ = training.takes()

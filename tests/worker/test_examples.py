@@ -82,9 +82,7 @@ def test_worker_of_two_processes_resumes_as_one_of_three(processes: Processes) -
 
 
 @pytest.mark.slow
-def test_notebook_trains_three_workers_inside_one_process(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_notebook_trains_three_workers(capsys: pytest.CaptureFixture[str]) -> None:
     cells = json.loads((FOLDER / "three_workers.ipynb").read_text())["cells"]
     scope: dict[str, object] = {}
     for number, cell in enumerate(cells):

@@ -134,7 +134,7 @@ def test_unwritable_file_is_refused_at_the_start(tmp_path: Path, where: str) -> 
     assert str(tmp_path / where) in str(refused.value)
 
 
-def test_full_disk_ends_the_log_but_not_training(
+def test_full_disk_ends_the_log(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not Path("/dev/full").exists():

@@ -115,9 +115,7 @@ def test_unquantized_deltas_have_no_residual(training: ScriptedTraining, wire: s
     assert saved["resume"]["fragments"][0]["residual"] is None
 
 
-def test_rejected_push_keeps_the_residual_and_loses_its_steps(
-    training: ScriptedTraining,
-) -> None:
+def test_rejected_push_keeps_the_residual_and_loses_its_steps(training: ScriptedTraining) -> None:
     few(training)
     sender = Sender()
     counted_round(training, 1)
@@ -136,9 +134,7 @@ def test_rejected_push_keeps_the_residual_and_loses_its_steps(
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
-def test_pushes_rejected_in_a_row_are_settled_by_a_version_with_some_of_them(
-    training: ScriptedTraining,
-) -> None:
+def test_rejected_pushes_are_settled_by_a_later_version(training: ScriptedTraining) -> None:
     """No version arrives in between."""
     few(training)
     sender = Sender()
@@ -253,7 +249,7 @@ def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def test_residual_is_dropped_once_deltas_are_not_quantized(
+def test_unquantized_codec_drops_residual(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     few(training)

@@ -232,9 +232,7 @@ def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
 # Nothing twice, nothing lost.
 
 
-def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_steps_pushed_before_a_crash_are_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
     """With eta = 1 and mu = 0 the global parameters are those of the worker at its last boundary."""
     config = make_config(sync_every=5, outer_lr=1.0, outer_momentum=0.0, disconnect_grace=0.05)
     with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:

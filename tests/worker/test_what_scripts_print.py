@@ -86,7 +86,7 @@ def test_joining_and_rounds_are_printed_once_with_or_without_configured_logging(
 
 
 @pytest.mark.parametrize(("level", "warnings"), [("warning", 1), ("off", 0)])
-def test_variable_silences_the_lines(
+def test_log_level_variable(
     processes: Processes, broker: Broker, level: str, warnings: int
 ) -> None:
     lines = trains(processes, broker, DILOCO_LOG=level)
@@ -108,7 +108,7 @@ def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
-def test_uncaught_errors_end_a_script_with_their_sentence(
+def test_uncaught_errors_are_shortened(
     broker: Broker, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     path = tmp_path / "fail.py"

@@ -88,9 +88,7 @@ def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), other=vectors(anything))
-def test_encoders_of_a_sum_make_the_same_bytes_or_find_it_not_finite(
-    wire: str, values: Tensor, other: Tensor
-) -> None:
+def test_encoders_of_a_sum_make_the_same_bytes(wire: str, values: Tensor, other: Tensor) -> None:
     count = min(values.numel(), other.numel())
     values, other = values[:count].clone(), other[:count].clone()
     ours, theirs = both(lambda: encode_sum(wire, values, other))
@@ -101,9 +99,7 @@ def test_encoders_of_a_sum_make_the_same_bytes_or_find_it_not_finite(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(anything), held=vectors())
-def test_what_workers_hold_follows_alike_with_the_same_checksum(
-    wire: str, values: Tensor, held: Tensor
-) -> None:
+def test_held_versions_follow_alike(wire: str, values: Tensor, held: Tensor) -> None:
     count = min(values.numel(), held.numel())
     values, held = values[:count].clone(), held[:count].clone()
     out, wanted = torch.empty(count), torch.empty(count)
@@ -120,9 +116,7 @@ def test_what_workers_hold_follows_alike_with_the_same_checksum(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(data=st.binary(min_size=8, max_size=64), elements=lengths, by=st.integers(0, 7))
-def test_decoders_read_the_same_of_any_bytes(
-    wire: str, data: bytes, elements: int, by: int
-) -> None:
+def test_decoders_read_the_same_values(wire: str, data: bytes, elements: int, by: int) -> None:
     blocks = -(-elements // 256)
     size = blocks * (2 + (256 if wire == "int8" else 128))
     payload = (data * (size // len(data) + 1))[:size]
@@ -140,7 +134,7 @@ def test_decoders_read_the_same_of_any_bytes(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), start=vectors(), by=st.integers(0, 3), sign=st.sampled_from([1.0, -1.0]))
-def test_code_is_added_alike_with_the_same_checksum(
+def test_codes_are_added_alike(
     wire: str, values: Tensor, start: Tensor, by: int, sign: float
 ) -> None:
     count = min(values.numel(), start.numel())
@@ -179,9 +173,7 @@ weights = st.sampled_from([1.0, 0.3, 7.0, 1e-3])
     divisor=st.sampled_from([1.0, 3.0, 0.7]),
     by=st.integers(0, 3),
 )
-def test_weighted_sums_are_the_same(
-    chunks: list[tuple[str, Tensor, float]], divisor: float, by: int
-) -> None:
+def test_weighted_sums(chunks: list[tuple[str, Tensor, float]], divisor: float, by: int) -> None:
     count = min(values.numel() for _, values, _ in chunks)
     made = [(*chunk_in(wire, values[:count], by), weight) for wire, values, weight in chunks]
     total = made[0][1].mul(made[0][2])
@@ -195,7 +187,7 @@ def test_weighted_sums_are_the_same(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), scale=st.sampled_from([None, b"\xff\x7f", b"\x80\xff", b"\x7f\x7f"]))
-def test_squares_are_those_of_fp64_or_say_that_a_value_may_not_be_finite(
+def test_squares_are_those_of_fp64_where_finite(
     wire: str, values: Tensor, scale: bytes | None
 ) -> None:
     source, read = chunk_in(wire, values)

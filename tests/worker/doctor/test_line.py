@@ -54,9 +54,7 @@ class Line:
 
 @pytest.mark.parametrize("rate", [1e5, RATE, 3e7])
 @pytest.mark.parametrize("delay_s", [0.0001, DELAY_S])
-def test_rates_are_those_of_the_link(
-    monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float
-) -> None:
+def test_rate_is_that_of_link(monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float) -> None:
     for measure in (line.rate_up, line.rate_down):
         made: Any = Line(rate, delay_s)
         monkeypatch.setattr(line, "time", made)
@@ -76,9 +74,7 @@ def test_rate_of_a_saturated_fast_link_is_exact(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
-def test_rate_of_an_unsaturated_link_is_a_lower_bound(
-    monkeypatch: pytest.MonkeyPatch, delay_s: float
-) -> None:
+def test_rate_of_an_idle_link_is_a_bound(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
     for measure in (line.rate_up, line.rate_down):
         made: Any = Line(125e6, delay_s)
         monkeypatch.setattr(line, "time", made)

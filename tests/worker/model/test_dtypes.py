@@ -110,9 +110,7 @@ class Nudge(nn.Module):
 @pytest.mark.parametrize(
     ("dtype", "merge"), [*((each, "alpha") for each in DTYPES), (torch.bfloat16, "rebase")], ids=str
 )
-def test_progress_of_less_than_half_an_ulp_adds_up_in_the_global_parameters(
-    dtype: torch.dtype, merge: str
-) -> None:
+def test_progress_below_half_an_ulp_adds_up_in_the_run(dtype: torch.dtype, merge: str) -> None:
     """In each round one of four workers moves by an ulp of bf16: a quarter of one for all of them."""
     ulp, rounds = 2.0**-7, 12
 

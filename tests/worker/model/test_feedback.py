@@ -115,9 +115,7 @@ def breaking_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_settling_interrupted_between_chunks_resumes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settling_interrupted_between_chunks_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     part = layout()
     ends = []
     for is_broken_off in (False, True):
@@ -151,9 +149,7 @@ def test_chunks_encoded_ahead_have_the_same_bytes_and_residual(wire: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["push over", "forked", "closing"])
-def test_chunks_not_encoded_ahead_are_encoded_on_demand(
-    how: str,
-) -> None:
+def test_chunks_not_encoded_ahead_are_encoded_on_demand(how: str) -> None:
     part = layout()
     deltas = [
         Feedback(part, room).joined(dyadic(part, torch.Generator().manual_seed(0), "int4"))

@@ -142,9 +142,7 @@ def with_expanded(expanded: Tensor) -> nn.Module:
         (lambda: with_expanded(torch.ones(1).expand(3)), "expanded was made by expand"),
     ],
 )
-def test_model_that_cannot_be_exchanged_is_refused_by_name(
-    make: Callable[[], nn.Module], names: str
-) -> None:
+def test_unusable_model_is_refused_by_name(make: Callable[[], nn.Module], names: str) -> None:
     with pytest.raises(UsageError, match=names):
         ModelTensors.of_module(make())
 
@@ -155,9 +153,7 @@ def test_model_that_cannot_be_exchanged_is_refused_by_name(
 @pytest.mark.parametrize("chunk_elements", CHUNK_SIZES)
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_delta_is_global_minus_local_as_the_peer_reads_it(
-    dtype: torch.dtype, wire: str, chunk_elements: int
-) -> None:
+def test_delta_is_global_minus_local(dtype: torch.dtype, wire: str, chunk_elements: int) -> None:
     started = model(dtype)
     reached = moved(started)
     delta = delta_of(started, reached, wire, chunk_elements)

@@ -72,9 +72,7 @@ def test_placement_follows_the_options(
         ({"keep_global_on": "cuda"}, "keep_global_on is 'cuda', but the model is on cpu"),
     ],
 )
-def test_impossible_placement_is_refused_and_leaves_nothing_behind(
-    asked: dict[str, Any], words: str
-) -> None:
+def test_impossible_placement_is_refused_without_traces(asked: dict[str, Any], words: str) -> None:
     each = an_mlp(0)
     with Broker(make_config(workers=1)) as broker:
         hook = DiLoCoWorker(each.model, each.optimizer, server=broker.address, options=asked)
@@ -148,7 +146,7 @@ def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
     ("wire", "bytes_each"),
     [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("int4", 0.51), ("int4z", 0.51)],
 )
-def test_only_sent_bytes_are_copied_from_a_device_to_the_host(
+def test_only_sent_bytes_are_copied(
     wire: str, bytes_each: float, other_device: OtherDevice
 ) -> None:
     """Besides, a number for each tensor, and for each chunk with a residual: whether it is finite."""
@@ -195,7 +193,7 @@ def test_run_is_the_same_for_any_placement(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_checkpoint_of_a_worker_is_on_the_host(
+def test_checkpoint_is_on_the_host(
     other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that resumes without the second device can load it, with the same parameters."""

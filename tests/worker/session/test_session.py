@@ -93,9 +93,7 @@ def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) ->
 @pytest.mark.parametrize(
     "error", [Error("id_taken", "Soon.", retry=True), Error("stopping", "Bye.", retry=False)]
 )
-def test_join_is_retried_within_two_seconds_when_the_broker_is_not_ready(
-    fresh: Desk, error: Error
-) -> None:
+def test_join_is_retried_soon_when_the_broker_is_not_ready(fresh: Desk, error: Error) -> None:
     fresh.connects().hears(error)
     assert fresh.effects == [Say(error.text, trouble=True)]
     fresh.passes(LONGEST_BACKOFF_S)
@@ -156,9 +154,7 @@ def test_reconnects_back_off(fresh: Desk) -> None:
         (None, RunConfig("sync", 5, num_fragments=2), "0 numbers for 2 tensors"),
     ],
 )
-def test_incompatible_run_is_refused_with_a_sentence(
-    interval: float | None, config: RunConfig, words: str
-) -> None:
+def test_incompatible_run_is_refused(interval: float | None, config: RunConfig, words: str) -> None:
     made = desk(interval).connects().is_welcomed(version(0), config=config)
     (refusal,) = made.all(JoinRefused)
     assert words in refusal.text
@@ -170,9 +166,7 @@ def test_incompatible_run_is_refused_with_a_sentence(
     ("interval", "config"),
     [(29.0, CONFIG), (None, RunConfig("async", 5)), (None, RunConfig("async", 5, dylu=True))],
 )
-def test_compatible_run_is_rejoined_with_another_h(
-    interval: float | None, config: RunConfig
-) -> None:
+def test_run_is_rejoined_with_another_h(interval: float | None, config: RunConfig) -> None:
     made = desk(interval).connects().is_welcomed(version(0), config=config)
     later = replace(config, sync_every=9, wire_dtype="fp32")
     for told in (config, later):
@@ -194,7 +188,7 @@ def test_compatible_run_is_rejoined_with_another_h(
         ("fragment_delay_auto", True),
     ],
 )
-def test_rejoining_is_refused_where_terms_of_pushes_in_flight_changed(
+def test_rejoining_with_other_terms_in_flight_is_refused(
     ready: Desk, name: str, value: Any
 ) -> None:
     ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
@@ -298,9 +292,7 @@ def test_stop_is_passed_on_once_the_push_in_flight_counted(ready: Desk) -> None:
     assert ready.all(Told), "nothing is in flight"
 
 
-def test_stop_is_passed_on_when_the_connection_breaks(
-    ready: Desk,
-) -> None:
+def test_stop_is_passed_on_when_the_connection_breaks(ready: Desk) -> None:
     over = Notice("over", "The run is over.", round=9)
     ready.holds(version(0))
     ready.happens(Offer(gradient()))

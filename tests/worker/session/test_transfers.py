@@ -96,9 +96,7 @@ def test_commit_follows_the_last_chunk_sent_and_is_sent_once(offered: Desk) -> N
 @pytest.mark.parametrize(
     ("held", "missing"), [(0b1000010011, [2, 3, 5, 6, 7, 8]), (2**CHUNKS - 1, [])]
 )
-def test_resumed_push_sends_only_what_is_missing(
-    offered: Desk, held: int, missing: list[int]
-) -> None:
+def test_resumed_push_sends_missing_chunks(offered: Desk, held: int, missing: list[int]) -> None:
     bitmap = Bitmap(CHUNKS, held).to_bytes()
     offered.hears(Grant(77, 0, Standing.RESUME, bitmap, credit=CHUNKS))
     assert offered.chunks_sent == missing
@@ -127,9 +125,7 @@ def test_push_whose_grant_is_revoked_sends_all_chunks_again(offered: Desk, credi
     assert is_in(offered)
 
 
-def test_counted_push_sends_nothing_and_ends_with_the_version_that_names_it(
-    offered: Desk,
-) -> None:
+def test_counted_push_sends_nothing_and_ends_with_the_version_that_names_it(offered: Desk) -> None:
     assert [pull.after for pull in offered.sent(Pull)] == [0]
     offered.hears(Grant(77, 0, Standing.COUNTED))
     assert not _outgoing(offered)
@@ -187,9 +183,7 @@ def test_push_made_while_away_is_offered_at_the_next_welcome(ready: Desk) -> Non
     [Ledger({"me": (Counted(77, b"\x07\x00"),)}), whole(77, worker="another")],
     ids=["a part of it", "of another worker"],
 )
-def test_version_without_the_push_is_discarded_and_the_next_requested(
-    offered: Desk, ledger: Ledger
-) -> None:
+def test_version_without_the_push_is_not_delivered(offered: Desk, ledger: Ledger) -> None:
     offered.receives(version(1), ledger)
     assert not offered.all(Deliver)
     assert [pull.after for pull in offered.sent(Pull)] == [1]
@@ -280,9 +274,7 @@ def test_seeding_push_is_offered_before_the_model_is_copied(asked: Desk) -> None
     assert asked.chunks_sent == [0, 1, 2, 3]
 
 
-def test_seeding_push_copied_early_waits_for_its_grant_and_ends_with_the_last_ack(
-    asked: Desk,
-) -> None:
+def test_seeding_push_copied_early_waits_for_its_grant(asked: Desk) -> None:
     push = donation(asked)
     asked.happens(Prepared(push.push_id))
     assert not asked.chunks_sent
@@ -339,9 +331,7 @@ def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) 
 
 
 @pytest.mark.parametrize("released_at", [0, 5, CHUNKS])
-def test_version_is_delivered_once_chunks_and_released_arrived_in_any_order(
-    fresh: Desk, released_at: int
-) -> None:
+def test_version_is_delivered_once_all_messages_arrived(fresh: Desk, released_at: int) -> None:
     fresh.connects().is_welcomed(version(3))
     messages: list[Message] = [Chunk(0, i, version=version(3)) for i in range(CHUNKS)]
     random.Random(released_at).shuffle(messages)
@@ -354,9 +344,7 @@ def test_version_is_delivered_once_chunks_and_released_arrived_in_any_order(
     assert delivered.released.version == version(3)
 
 
-def test_credit_is_returned_in_batches_and_each_chunk_stored_once(
-    fresh: Desk,
-) -> None:
+def test_credit_is_returned_in_batches_and_each_chunk_stored_once(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(3))
     given, stored = [], []
     for index in [*ALL, 0, 0, 1, 1, 2, 2]:  # some of them twice
@@ -368,9 +356,7 @@ def test_credit_is_returned_in_batches_and_each_chunk_stored_once(
 
 
 @pytest.mark.parametrize("released_first", [True, False])
-def test_released_may_precede_chunks_and_survives_those_of_an_older_version(
-    fresh: Desk, released_first: bool
-) -> None:
+def test_released_survives_chunks_of_an_older_version(fresh: Desk, released_first: bool) -> None:
     """They were in flight on the other connection when this reader was moved to the newer version."""
     fresh.connects().is_welcomed(version(3))
     released, older = Released(0, version(4), Ledger()), Chunk(0, 0, version=version(3))
@@ -441,9 +427,7 @@ def at_version(made: Desk, counter: int) -> Desk:
 
 
 @pytest.mark.parametrize("first", ["push", "welcome"])
-def test_push_at_a_restored_broker_requests_the_version_after_its_own(
-    ready: Desk, first: str
-) -> None:
+def test_push_at_a_restored_broker_requests_its_next_version(ready: Desk, first: str) -> None:
     at_version(ready, 6)
     if first == "push":
         ready.happens(Offer(gradient(base=6)))
@@ -462,7 +446,7 @@ def test_push_at_a_restored_broker_requests_the_version_after_its_own(
 @pytest.mark.parametrize(
     ("event", "theirs"), [(Offer(gradient(base=6)), []), (RequestVersion(0), [version(2, tag=99)])]
 )
-def test_restored_broker_is_asked_for_any_version(
+def test_restored_broker_is_asked_for_any(
     ready: Desk, event: Event, theirs: list[VersionId]
 ) -> None:
     """It has nothing at all, or its newest version is wanted."""
@@ -475,9 +459,7 @@ def test_restored_broker_is_asked_for_any_version(
     assert [pull.after for pull in ready.sent(Pull)] == [-1]
 
 
-def test_version_that_counted_the_push_while_disconnected_is_requested(
-    ready: Desk,
-) -> None:
+def test_version_that_counted_the_push_while_disconnected_is_requested(ready: Desk) -> None:
     at_version(ready, 6)
     ready.breaks().is_welcomed(version(2, tag=99))
     ready.happens(Offer(gradient(base=6)))
@@ -525,9 +507,7 @@ def test_refused_pull_is_retried_after_a_second(fresh: Desk) -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_version_of_differences_is_delivered_once_all_checksums_match(
-    ready: Desk, is_good: bool
-) -> None:
+def test_version_of_differences_needs_matching_checksums(ready: Desk, is_good: bool) -> None:
     ready.session.downloads.set_reply("int8")
     ready.happens(Offer(gradient()))
     ready.hears(Released(0, version(1), Ledger({"me": (Counted(77),)})))
@@ -540,9 +520,7 @@ def test_version_of_differences_is_delivered_once_all_checksums_match(
     assert is_good or [pull.delta_of for pull in ready.sent(Pull)] == [None]
 
 
-def test_mismatched_copy_is_fetched_complete_once(
-    ready: Desk,
-) -> None:
+def test_mismatched_copy_is_fetched_complete_once(ready: Desk) -> None:
     """A worker of several processes hears of each chunk that was in flight to them."""
     ready.session.downloads.set_reply("int8")
     ready.happens(Offer(gradient()))

@@ -172,9 +172,7 @@ def test_version_without_a_push_in_flight_moves_the_model() -> None:
 @pytest.mark.parametrize(
     ("code", "requests", "next_round"), [("late", 1, 1), ("stale", 1, 0), ("bad_push", 0, 0)]
 )
-def test_dropped_delta_is_removed_and_a_late_worker_moves_on(
-    code: str, requests: int, next_round: int
-) -> None:
+def test_dropped_delta_is_removed_from_the_model(code: str, requests: int, next_round: int) -> None:
     training = at_the_boundary()
     (push,) = training.pushes
     training.is_granted(push, 0).is_refused(push, code)
@@ -188,9 +186,7 @@ def test_dropped_delta_is_removed_and_a_late_worker_moves_on(
 
 
 @pytest.mark.parametrize(("may_count", "kept"), [(None, 2), ([], 0), ([1], 4), ([0, 1], 2)])
-def test_quantized_pushes_rejected_in_a_row_are_kept_up_to_two_fragments(
-    may_count: list[int] | None, kept: int
-) -> None:
+def test_rejected_quantized_pushes_are_kept_bounded(may_count: list[int] | None, kept: int) -> None:
     """No version arrives meanwhile to search for them. The oldest are given up first."""
     training, told = trainer(wire_dtype="int4"), None
     if may_count is not None:

@@ -98,37 +98,17 @@ def test_address_is_told_from_a_path_without_a_port() -> None:
         assert address_or_path(path) is None
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("10.0.0.1:8512", "tcp://10.0.0.1:8512"),
-        ("localhost:*", "tcp://localhost:*"),
-        ("[::1]:8512", "tcp://[::1]:8512"),
-        ("tcp://host:1", "tcp://host:1"),
-        ("ipc:///run/broker", "ipc:///run/broker"),
-        # A host alone gets the port as well.
-        ("localhost", "tcp://localhost:8512"),
-        ("gpu_box.lab-2", "tcp://gpu_box.lab-2:8512"),
-        ("10.0.0.1", "tcp://10.0.0.1:8512"),
-        ("[::1]", "tcp://[::1]:8512"),
-        ("*", "tcp://*:8512"),
-        ("tcp://host", "tcp://host:8512"),
-        # Anything else stays as it was written, for the error message to quote.
-        ("8512", "8512"),
-        ("a b", "a b"),
-        ("host:", "host:"),
-        ("tcp://", "tcp://"),
-        ("host:port", "host:port"),
-        (":8512", ":8512"),
-        ("::1:8512", "::1:8512"),
-        ("//10.0.0.1:8512", "//10.0.0.1:8512"),
-        ("a/b:1", "a/b:1"),
-        ("host:\u0661", "host:\u0661"),
-        ("", ""),
-    ],
-)
-def test_host_and_port_are_completed_to_an_address(written: str, meant: str) -> None:
-    assert with_scheme(written) == meant
+def test_host_and_port_are_completed_to_an_address() -> None:
+    with_a_port = ("10.0.0.1:8512", "localhost:*", "[::1]:8512")
+    host_alone = ("localhost", "gpu_box.lab-2", "10.0.0.1", "[::1]", "*")
+    whole = ("tcp://host:1", "ipc:///run/broker")
+    # Anything else stays as it was written, for the error message to quote.
+    odd = ("8512", "a b", "host:", "tcp://", "host:port", ":8512", "::1:8512", "//10.0.0.1:8512")
+    meant = {text: f"tcp://{text}" for text in with_a_port}
+    meant |= {text: f"tcp://{text}:8512" for text in host_alone}
+    meant |= {text: text for text in (*whole, *odd, "a/b:1", "host:\u0661", "")}
+    meant["tcp://host"] = "tcp://host:8512"
+    assert {text: with_scheme(text) for text in meant} == meant
 
 
 @pytest.mark.parametrize(
@@ -165,45 +145,23 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file], "nothing is left beside it"
 
 
-def test_broker_on_every_address_is_found_by_the_name_of_its_machine(tmp_path: Path) -> None:
-    file = tmp_path / "address"
+def test_host_that_was_left_out_is_that_of_the_machine(tmp_path: Path) -> None:
+    file, name = tmp_path / "address", socket.gethostname()
     write_address(file, "tcp://0.0.0.0:8512", "tcp://[::]:8513")
-    name = socket.gethostname()
-    assert [read_address(file, line) for line in (0, 1)] == [
-        f"tcp://{name}:8512",
-        f"tcp://{name}:8513",
-    ]
-
-
-def test_file_that_a_person_wrote_will_do(tmp_path: Path) -> None:
-    file = tmp_path / "address"
-    file.write_text(" gpu-box:8512 \n")
+    found = [read_address(file, line) for line in (0, 1)]
+    assert found == [f"tcp://{name}:8512", f"tcp://{name}:8513"]
+    file.write_text(" gpu-box:8512 \n")  # by a person
     assert read_address(file) == "tcp://gpu-box:8512"
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b" \n",
-        b"\ntcp://h:1",
-        b"h",
-        b"tcp://h:0",
-        b"tcp://h:65536",
-        b"tcp://*:8512",
-        b"tcp://0.0.0.0:8512",
-        b"tcp://:8512",
-        b"tcp://h:8512;tcp://evil:1",
-        b"tcp://eth0;h:8512",
-        b"tcp://h h:8512",
-        b"tcp://h\x1b[2J:8512",
-        "tcp://h\u00e9:8512".encode(),
-        b"udp://h:8512",
-        b"file:///etc/passwd",
-        b"inproc://x",
-        b"ipc://",
-        b"tcp://h:8512\n" + b"x" * 1024,
-        b"\xff\xfe\x00",
+        *(b"", b" \n", b"\ntcp://h:1", b"\xff\xfe\x00", b"tcp://h:8512\n" + b"x" * 1024),
+        *(b"h", b"tcp://h:0", b"tcp://h:65536", b"tcp://:8512", "tcp://h\u00e9:8512".encode()),
+        *(b"tcp://*:8512", b"tcp://0.0.0.0:8512", b"tcp://h:8512;tcp://evil:1"),
+        *(b"tcp://eth0;h:8512", b"tcp://h h:8512", b"tcp://h\x1b[2J:8512", b"udp://h:8512"),
+        *(b"file:///etc/passwd", b"inproc://x", b"ipc://"),
     ],
 )
 def test_anything_else_in_it_is_no_address(tmp_path: Path, content: bytes) -> None:

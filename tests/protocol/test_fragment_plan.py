@@ -109,9 +109,7 @@ SPLITS: dict[str, tuple[Manifest, str, int, str]] = {
         "encoder.layers.encoder_layer_1 encoder.layers.encoder_layer_3 heads.head.weight_1",
     ),
     "blocks are counted, not their numbers": (
-        MODELS["sequential"],
-        "strided",
-        1,
+        *(MODELS["sequential"], "strided", 1),
         "0 6 | 2 8 | 4 10",
     ),
     "only blocks that are trained": (HALF_FROZEN, "strided", 2, "h.3 h.5 | h.4"),
@@ -172,9 +170,8 @@ shapes = st.lists(st.integers(0, 9), max_size=2)
 
 @given(st.lists(names, min_size=1, max_size=25, unique=True), st.data())
 def test_each_parameter_is_in_one_fragment(names: list[str], data: st.DataObject) -> None:
-    manifest = Manifest(
-        tuple(tensor(name, *data.draw(shapes), kind=data.draw(kinds)) for name in names)
-    )
+    drawn = (tensor(name, *data.draw(shapes), kind=data.draw(kinds)) for name in names)
+    manifest = Manifest(tuple(drawn))
     deciding = sum(e.kind is Kind.TRAINABLE and e.elements > 0 for e in manifest.entries)
     num_fragments = data.draw(st.integers(1, deciding + 1))
     pattern = data.draw(st.sampled_from(list(PATTERNS)))

@@ -39,11 +39,7 @@ from diloco_protocol.records import from_plain
         (quantities.figure, (0.0, 2.4131, 1234.5, nan), ["0.000", "2.413", "1.23e+03", NONE]),
         (quantities.percent, (0.0, 0.012, 0.12), ["0%", "1.2%", "12%"]),
         (quantities.parameters, (9_930_000, 1_300_000_000, 2), ["9.93M", "1.3B", "2"]),
-        (
-            quantities.estimate_s,
-            (0.02, 1.234, 750, 8000),
-            ["20 ms", "1.23 s", "12.5 min", "2.22 h"],
-        ),
+        (quantities.estimate_s, (0.02, 1.23, 750, 8e3), ["20 ms", "1.23 s", "12.5 min", "2.22 h"]),
     ],
 )
 def test_quantities_take_few_characters(
@@ -60,19 +56,9 @@ def test_what_is_unknown_is_written_the_same_everywhere(name: str, value: float 
     assert FORMATS[name](value) == NONE
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("20ms", 0.02),
-        ("0.5s", 0.5),
-        ("30m", 1800.0),
-        ("2min", 120.0),
-        ("36h", 129_600.0),
-        ("90", 90.0),
-    ],
-)
-def test_durations_have_units(text: str, seconds: float) -> None:
-    assert quantities.parse_duration(text) == pytest.approx(seconds)
+def test_durations_have_units() -> None:
+    seconds = {"20ms": 0.02, "0.5s": 0.5, "30m": 1800, "2min": 120, "36h": 129_600, "90": 90}
+    assert {text: quantities.parse_duration(text) for text in seconds} == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "-1s", None, 5])
@@ -81,8 +67,7 @@ def test_what_is_no_duration_is_refused(text: object) -> None:
         quantities.parse_duration(text)
 
 
-# What a peer says is fit for a line of a log and for a terminal once it is decoded, either way.
-
+# What a peer says is fit for a log line and a terminal once it is decoded.
 
 # A line break, a command to a terminal, a mark of direction, a separator, a byte that rings.
 NASTY = "a\n12:00:00 INFO all is well\r\x1b[2J\x1b]0;title\x07\u202eb\u2028\u200f\x9b\x00"

@@ -16,12 +16,8 @@ from kit.whole_run import make_config
 # Each command, and what it cannot do without; the name that the option had before.
 STEERING = ["status", "save", "kick", "set", "pause", "resume", "shutdown"]
 STEERING += ["save-all", "stop-all", "promote"]
-MORE = {
-    "kick": ("w0", "--yes"),
-    "set": ("--quorum", "1"),
-    "shutdown": ("--yes",),
-    "stop-all": ("-y",),
-}
+MORE = {"kick": ("w0", "--yes"), "set": ("--quorum", "1"), "stop-all": ("-y",)}
+MORE["shutdown"] = ("--yes",)
 COMMANDS: dict[tuple[str, ...], str] = {
     **{("broker", name, *MORE.get(name, ())): "--address" for name in STEERING},
     ("broker", "export"): "--address",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_protocol.monitor.fields import columns
@@ -209,14 +209,8 @@ class TestPage:
         assert "The MIT License" in (folder / "LICENSE").read_text()
 
     def test_no_other_file_is_served(self, site: Site) -> None:
-        for path in (
-            "/nothing",
-            "/assets/no.js",
-            "/assets/../app.py",
-            "/assets/%2e%2e/app.py",
-            "/assets/",
-            "/api/",
-        ):
+        files = ("no.js", "../app.py", "%2e%2e/app.py", "")
+        for path in ("/nothing", "/api/", *(f"/assets/{file}" for file in files)):
             assert site.get(path).status == 404, path
 
     def test_every_answer_has_the_headers_that_protect_it(self, site: Site) -> None:
@@ -330,9 +324,7 @@ class TestSteering:
             assert site.orders({"action": "pause"}).status == 429
 
     def test_orders_reach_the_broker_and_its_sentences_come_back(self) -> None:
-        config = BrokerConfig(
-            workers=2, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None
-        )
+        config = make_config(workers=2, save_dir=None)
         with Broker(config) as broker, serving(broker.feed_address) as site:
             site.await_state(mode="sync")
             done = site.orders({"action": "set", "outer_lr": 0.5})
@@ -378,9 +370,8 @@ class TestPolling:
         with serving(publisher.address) as site:
             publisher.says()
             first = site.await_state(sequence=7)
-            wait_for(
-                lambda: site.get("/api/state").json["words"]["facts"] != first["words"]["facts"]
-            )
+            before = first["words"]["facts"]
+            wait_for(lambda: site.get("/api/state").json["words"]["facts"] != before)
             assert site.get("/api/state").json["age_s"] > first["age_s"]
 
     def test_clock_that_is_none_is_refused(self, site: Site) -> None:
@@ -407,9 +398,8 @@ class TestEnd:
                 publisher.says(workers=[a_worker(f"w{n}", host="h" * 500) for n in range(500)])
                 site.await_state(sequence=7)
                 silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
-                after.enter_context(silent).sendall(
-                    b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
-                )
+                asked = b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                after.enter_context(silent).sendall(asked)
                 began = time.monotonic()
             assert time.monotonic() - began < PATIENCE_S / 2, "it waits for no page"
 

@@ -53,10 +53,8 @@ def sees(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
 
 
 def is_no_wider_than_the_screen(page: Page) -> bool:
-    wide: bool = page.evaluate(
-        "document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"
-    )
-    return not wide
+    of = "document.scrollingElement"
+    return bool(page.evaluate(f"{of}.scrollWidth <= {of}.clientWidth"))
 
 
 def reads(page: Page, plot: str, *values: str) -> None:

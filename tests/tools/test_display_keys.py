@@ -103,11 +103,8 @@ class TestCommands:
 
     def test_top_takes_key_file_folder_or_variable(self, keyed: Broker, folder: KeyFolder) -> None:
         file = str(file_of(folder, "display"))
-        for options, variable in (
-            (("--keys", file), ""),
-            (("--keys", str(folder.path)), ""),
-            ((), file),
-        ):
+        ways = ((("--keys", file), ""), (("--keys", str(folder.path)), ""), ((), file))
+        for options, variable in ways:
             result = top(keyed.feed_address, "--once", *options, DILOCO_KEYS=variable)
             assert "round one needs 2" in result.stdout, result.stderr
 

@@ -50,21 +50,11 @@ def names(snapshot: Snapshot) -> list[str]:
 class TestMoments:
     def test_a_round_is_shown_with_all_that_was_written_down(self, tmp_path: Path) -> None:
         moment = past(tmp_path, start(100.0), closed(160.0, 7, "a", "b", loss=None))[1]
-        told: dict[str, Any] = {
-            "round": 7,
-            "sync_every": 500,
-            "step": 3500,
-            "steps_per_s": 12.5,
-            "loss": 2.4,
-        }
+        told: dict[str, Any] = {"round": 7, "sync_every": 500, "step": 3500}
+        told |= {"steps_per_s": 12.5, "loss": 2.4}
         told |= {"sync_age_s": 0.0, "bytes_up": 3500, "bytes_down": 7000}
-        last: dict[str, Any] = {
-            "version": 8,
-            "seconds": 40.0,
-            "averaged": 2,
-            "weight": 2.0,
-            "delta_norm": 0.01,
-        }
+        last: dict[str, Any] = {"version": 8, "seconds": 40.0, "averaged": 2, "weight": 2.0}
+        last["delta_norm"] = 0.01
         assert moment.at == 160.0
         assert moment.snapshot == Snapshot(
             feed=1,
@@ -93,11 +83,8 @@ class TestMoments:
         assert raw["num_fragments"] == 1
 
     def test_ages_go_on_between_rounds_and_figures_do_not(self, tmp_path: Path) -> None:
-        lines = [
-            event(130.0, "b joined"),
-            closed(160.0, 0, "a"),
-            event(175.0, "b left", level="warning"),
-        ]
+        left = event(175.0, "b left", level="warning")
+        lines = [event(130.0, "b joined"), closed(160.0, 0, "a"), left]
         moments = past(tmp_path, start(100.0), *lines)
         seen = moments[3].snapshot
         assert seen.round is not None
@@ -204,9 +191,8 @@ class TestFiles:
         ids=lambda damaged: repr(damaged)[:40],
     )
     def test_a_damaged_line_is_counted_and_passed_over(self, tmp_path: Path, damaged: Any) -> None:
-        path = write(
-            tmp_path / "history.jsonl", start(0.0), damaged, closed(5.0, 0, "a"), event(6.0, "x")
-        )
+        lines = (start(0.0), damaged, closed(5.0, 0, "a"), event(6.0, "x"))
+        path = write(tmp_path / "history.jsonl", *lines)
         history = read_history(path)
         assert history.skipped == 1
         assert [moment.at for moment in history] == [0.0, 5.0, 6.0]

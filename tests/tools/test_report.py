@@ -44,9 +44,8 @@ def hostile_run(folder: Path, text: str) -> Page:
         start(AT + 10, **told, settings={"outer": {"optimizer": f"{text}!"}, text: text}),
         line("stop", AT + 11, text=text),
     ]
-    return page(
-        facts_of(folder, *lines, actions=(action(AT + 5, text, text, who=text, before=text),))
-    )
+    acted = action(AT + 5, text, text, who=text, before=text)
+    return page(facts_of(folder, *lines, actions=(acted,)))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -195,8 +194,4 @@ def test_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     assert "Is a directory" in complaint(tmp_path, "--out", tmp_path / "taken", code=1)
     assert sorted(os.listdir(tmp_path)) == ["history.jsonl", "taken"], "nothing is left behind"
-
-
-def test_json_and_a_page_together_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path, 2)
     assert "--json" in complaint(tmp_path, "--json", "--out", tmp_path / "x.html")

@@ -230,9 +230,8 @@ def test_warnings_that_differ_in_numbers_are_one(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
-    facts = facts_of(
-        tmp_path, start(AT), b"{cut", b"\xff\xfe", closed(AT + 1, 0, "a"), b'{"kind": 3}', b"[]"
-    )
+    damaged = (b"{cut", b"\xff\xfe", b'{"kind": 3}', b"[]")
+    facts = facts_of(tmp_path, start(AT), *damaged, closed(AT + 1, 0, "a"))
     assert (facts.rounds, facts.damaged) == (1, 4)
     assert any("4 damaged lines" in each for each in facts.remarks)
 

@@ -27,9 +27,8 @@ def moments(count: int = 50) -> list[Moment]:
 def history(folder: Path) -> Path:
     """Six rounds, and the end."""
     rounds = [closed(BEGAN + 40 * n, n - 1, "a100-0", loss=3.1 - n / 10) for n in range(1, 7)]
-    return write(
-        folder / "history.jsonl", start(BEGAN), *rounds, line("stop", BEGAN + 300, text="SIGTERM")
-    )
+    ended = line("stop", BEGAN + 300, text="SIGTERM")
+    return write(folder / "history.jsonl", start(BEGAN), *rounds, ended)
 
 
 class TestPlayer:

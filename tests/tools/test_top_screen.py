@@ -216,7 +216,7 @@ async def test_names_of_strangers_are_only_text(pilot: ScreenPilot) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "many"), [((80, 24), 0), ((80, 24), 40), ((80, 31), 1), ((240, 70), 40)]
+    ("size", "many"), [(SMALL, 0), (SMALL, 40), ((80, 31), 1), ((240, 70), 40)]
 )
 def test_window_is_filled_exactly(size: tuple[int, int], many: int) -> None:
     lines = shown(document(1, workers=[worker(f"w{n}") for n in range(many)]), size).splitlines()

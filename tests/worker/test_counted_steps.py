@@ -168,14 +168,8 @@ def test_report_refuses_all_but_a_number(training: ScriptedTraining, what: str) 
     worker = training.begins()
     with pytest.raises(UsageError, match=rf"{what}.*\[2\]"):
         worker.report(**{what: torch.zeros(2)})
-    strange: list[Any] = [
-        "7",
-        [1, 2],
-        1j,
-        np.zeros(3),
-        torch.tensor(1j),
-        torch.zeros((), device="meta"),
-    ]
+    on_meta = torch.zeros((), device="meta")
+    strange: list[Any] = ["7", [1, 2], 1j, np.zeros(3), torch.tensor(1j), on_meta]
     for value in strange:
         with pytest.raises(UsageError, match=what):
             worker.report(**{what: value})

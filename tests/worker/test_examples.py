@@ -89,7 +89,6 @@ def test_notebook_trains_three_workers(capsys: pytest.CaptureFixture[str]) -> No
         if cell["cell_type"] == "code":
             assert not cell["outputs"] and cell["execution_count"] is None, "kept without outputs"
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), scope)
-    first, last, final = map(
-        float, re.findall(r"(?:round|parameters) ([\d.]+)", capsys.readouterr().out)
-    )
+    printed = re.findall(r"(?:round|parameters) ([\d.]+)", capsys.readouterr().out)
+    first, last, final = map(float, printed)
     assert last < first and final < first

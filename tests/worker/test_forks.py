@@ -53,9 +53,7 @@ def train_with_a_child(server: str) -> None:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
 
-    with DiLoCoWorker(
-        model, optimizer, server=server, worker_id="me", timeout=PATIENCE_S
-    ) as worker:
+    with DiLoCoWorker(model, optimizer, server, worker_id="me", timeout=PATIENCE_S) as worker:
         step()
         if os.fork() == 0:
             _be_a_child(server, worker)

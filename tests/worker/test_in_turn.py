@@ -23,11 +23,7 @@ from kit.whole_run import an_mlp, assert_same, make_config, options_of, run, str
 pytest_plugins = ("kit.worker_fixtures",)
 
 
-EXACT: dict[str, Any] = {
-    "wire_dtype": "fp32",
-    "chunk_elements": 16,
-    "outer_momentum_warmup": "constant",
-}
+EXACT = {"wire_dtype": "fp32", "chunk_elements": 16, "outer_momentum_warmup": "constant"}
 
 
 @contextmanager
@@ -136,9 +132,7 @@ def test_each_worker_may_have_its_own_thread() -> None:
 
         def train(number: int) -> list[Any]:
             each, history = ours[number], []
-            hook = DiLoCoWorker(
-                each.model, each.optimizer, server=run.server, worker_id=f"w{number}"
-            )
+            hook = DiLoCoWorker(each.model, each.optimizer, run.server, worker_id=f"w{number}")
             with hook:
                 for _ in range(steps):
                     each.step()

@@ -77,18 +77,15 @@ def test_freeze_is_written_before_anything_of_it_is_sent(
     assert not of_kind(path, "counted")
     training.serves(5, 1, push)
     training.done()
-    assert of_kind(path, "counted") == [
-        {"event": "counted", **of_push, "version": name(version(1))}
-    ]
+    (counted,) = of_kind(path, "counted")
+    assert counted == {"event": "counted", **of_push, "version": name(version(1))}
 
 
-def test_rejected_push_is_logged_with_the_code(
-    training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
-) -> None:
+def test_rejected_push_is_logged_with_the_code(training: ScriptedTraining, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     training.begins(options={"audit": path})
     training.trains(H)
-    push = broker.hears(Push)
+    push = training.broker.hears(Push)
     training.refuses(push, "bad_chunk")
     training.done()
     of_push = {"worker": "me", "push_id": f"{push.push_id:016x}", "fragment": 0}

@@ -249,14 +249,12 @@ def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def test_unquantized_codec_drops_residual(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_unquantized_codec_drops_residual(training: ScriptedTraining) -> None:
     few(training)
     counted_round(training, 1)
-    broker.config = replace(broker.config, wire_dtype="bf16")
+    training.broker.config = replace(training.broker.config, wire_dtype="bf16")
     assert first_round(training, 2) == [H] * CHUNKS
     saved = training.worker.state_dict()
     assert saved["resume"]["fragments"][0]["residual"] is None
-    broker.config = replace(broker.config, wire_dtype=CODEC)
+    training.broker.config = replace(training.broker.config, wire_dtype=CODEC)
     assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "no residual is sent"

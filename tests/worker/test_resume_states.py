@@ -109,14 +109,12 @@ def with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 
-def test_push_in_flight_keeps_its_buffers(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_push_in_flight_keeps_its_buffers(training: ScriptedTraining) -> None:
     training.begins(with_norm(), config={"fragment_sync_delay": 2})
     mean = torch.tensor([1.0, 2.0, 3.0])
     training.descent.model.get_buffer("1.running_mean").copy_(mean)
     training.steps(H + 1)
-    _, sent = broker.takes_push()
+    _, sent = training.broker.takes_push()
     state, tensors = training.saves()
     in_flight = state["resume"]["fragments"][0]["flight"]
     assert in_flight["buffers"] == "values"
@@ -125,7 +123,7 @@ def test_push_in_flight_keeps_its_buffers(
     training.says_current(0)
     training.done()
     training.says_current(0)
-    push, delta = broker.takes_push()
+    push, delta = training.broker.takes_push()
     assert push.buffers == "values"
     assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
 

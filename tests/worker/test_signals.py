@@ -317,11 +317,7 @@ def goes_on(_: Termination) -> None:
         ([presses, goes_on], 2, True),  # after the protected section
         ([goes_on], 1, False),
         ([presses, fails], 1, True),  # kept where an error is raised
-        (
-            [lambda termination: waits(termination, presses), goes_on],
-            0,
-            True,
-        ),  # waiting ends at once
+        ([lambda term: waits(term, presses), goes_on], 0, True),  # waiting ends at once
         ([presses, waits, goes_on], 1, True),
         ([presses, presses, goes_on], 1, True),  # the second one interrupts
     ],

@@ -98,9 +98,8 @@ def test_log_level_variable(
 def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None:
     """A restart cannot repair it: `diloco-worker run` and launchers do not restart after exit code 2."""
     path = tmp_path / "wrong.py"
-    path.write_text(
-        FAIL.partition("previous, seen")[0] + "DiLoCoWorker(model, optimizer, sync_evry=5)\n"
-    )
+    begins, *_ = FAIL.partition("previous, seen")
+    path.write_text(f"{begins}DiLoCoWorker(model, optimizer, sync_evry=5)\n")
     ended = subprocess.run([sys.executable, str(path)], capture_output=True, check=False)
     assert ended.returncode == 2, ended.stderr
     assert b"sync_evry" in ended.stderr

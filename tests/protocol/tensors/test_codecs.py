@@ -111,12 +111,8 @@ def test_normal_values_take_the_bits_that_the_page_says() -> None:
     assert 2.0 < bits["int4z"] < 2.3
     for wire in FEW_BITS:
         assert 8 * SIZES[wire].element == pytest.approx(bits[wire], abs=0.1)
-
-
-def test_values_that_cannot_be_packed_fit_the_limit() -> None:
-    """Codes that are drawn at random: zstd makes them longer."""
-    values = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).mul_(15).floor_() - 7
-    assert len(sent(values, "int4z")) <= span_bytes(span_of(values.numel()), "int4z")
+    random = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).mul_(15).floor_() - 7
+    assert len(sent(random, "int4z")) <= span_bytes(span_of(1 << 18), "int4z"), "zstd adds some"
 
 
 def hostile() -> list[tuple[str, bytes]]:

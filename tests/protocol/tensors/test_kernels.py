@@ -37,9 +37,8 @@ TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
 EDGES = [0.0, -0.0, TINY, -TINY, 2.0**-126, 1e-30, 65504.0, 65520.0, -1e19, HUGE, -HUGE]
 
 anything = st.floats(width=32)
-finite = st.one_of(
-    st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(EDGES)
-)
+normal = st.floats(width=32, allow_nan=False, allow_infinity=False)
+finite = st.one_of(normal, st.sampled_from(EDGES))
 lengths = st.sampled_from([1, 2, 255, 256, 257, 1023, 1024, 1025, 3001])
 
 
@@ -227,9 +226,8 @@ def test_outer_steps_are_the_same(
     out = torch.empty(count), torch.empty(count)
     sent = out[0] if wire == "fp32" else torch.empty(count, dtype=PLAIN[wire])
     with by_kernels() as kernels:
-        fine = kernels.nesterov(
-            [(Source.of(g), 1.0)], 1.0, theta, m, settings=settings, out=(*out, sent)
-        )
+        terms = [(Source.of(g), 1.0)]
+        fine = kernels.nesterov(terms, 1.0, theta, m, settings=settings, out=(*out, sent))
     assert same(out[0], moved)
     assert same(out[1], after)
     assert fine == is_finite(moved.to(PLAIN[wire]))
@@ -255,9 +253,8 @@ def test_delayed_steps_are_the_same(
         g, dtype = given_[:count].clone(), PLAIN[wire]
         with by_kernels() as kernels:
             terms = [(Source.of(g), 0.5)]
-            ours, sent = outer.step_by_kernel(
-                kernels, moved, (terms, 2.0), state, count=turn, wire=dtype
-            )
+            given = (kernels, moved, (terms, 2.0), state)
+            ours, sent = outer.step_by_kernel(*given, count=turn, wire=dtype)
         theirs = outer.step(moved, g.mul(0.5).div_(2.0), state, turn)
         assert same(ours[0], theirs[0])
         assert ours[1].keys() == theirs[1].keys()
@@ -275,9 +272,8 @@ def test_delayed_step_at_a_rate_of_0_has_the_same_zeros() -> None:
     state = {DELAYED: torch.tensor([-3.0])}  # so the momentum is negative
     with by_kernels() as kernels:
         terms = [(Source.of(g), 1.0)]
-        ours, _ = outer.step_by_kernel(
-            kernels, theta, (terms, 1.0), state, count=1, wire=torch.float32
-        )
+        given = (kernels, theta, (terms, 1.0), state)
+        ours, _ = outer.step_by_kernel(*given, count=1, wire=torch.float32)
     theirs, _ = outer.step(theta, g.clone(), state, 1)
     assert same(ours[0], theirs)
 

@@ -32,23 +32,17 @@ def run(*words: str, columns: int = 80) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "value"),
+    ("read", "meant"),
     [
-        (parse_parameters, "124M", 124_000_000),
-        (parse_parameters, "1.3B", 1_300_000_000),
-        (parse_parameters, "7g", 7_000_000_000),
-        (parse_parameters, "350e6", 350_000_000),
-        (quantities.rate, "1G", 1e9),
-        (quantities.rate, "2.5Gbit/s", 2.5e9),
-        (quantities.rate, "50 Mb/s", 5e7),
-        (quantities.both_ways, "100M", (1e8, 1e8)),
-        (quantities.both_ways, "40Mb/s/250Mb/s", (4e7, 2.5e8)),
-        (quantities.share, "95%", 0.95),
-        (quantities.share, "0.95", 0.95),
+        (parse_parameters, {"124M": 124e6, "1.3B": 1.3e9, "7g": 7e9, "350e6": 350e6}),
+        (quantities.rate, {"1G": 1e9, "2.5Gbit/s": 2.5e9, "50 Mb/s": 5e7}),
+        (quantities.share, {"95%": 0.95, "0.95": 0.95}),
     ],
 )
-def test_quantities_are_parsed(read: Callable[[str], Any], text: str, value: object) -> None:
-    assert read(text) == pytest.approx(value)
+def test_quantities_are_parsed(read: Callable[[str], Any], meant: dict[str, float]) -> None:
+    assert {text: read(text) for text in meant} == pytest.approx(meant)
+    assert quantities.both_ways("100M") == pytest.approx((1e8, 1e8))
+    assert quantities.both_ways("40Mb/s/250Mb/s") == pytest.approx((4e7, 2.5e8))
 
 
 @pytest.mark.parametrize(

@@ -192,9 +192,8 @@ def test_late_worker_drops_its_first_step(processes: Processes, tmp_path: Path) 
 def test_script_ends_with_its_run_for_good(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--sync-every", "5", "--no-save")
     program = (sys.executable, script(tmp_path, TRAIN), "1", "100000000")
-    made = processes.run(
-        "-m", "diloco_worker", "run", "--server", address, "--auto", "--restarts", "3", *program
-    )
+    launched = ("-m", "diloco_worker", "run", "--server", address, "--auto", "--restarts", "3")
+    made = processes.run(*launched, *program)
     made.says("step 20")
     assert processes.asks("shutdown", "--yes", "--address", address) == 0
     assert made.ends() == 3

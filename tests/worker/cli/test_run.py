@@ -208,13 +208,6 @@ def test_stale_end_file_is_ignored(processes: Processes, tmp_path: Path) -> None
     assert not end.exists()
 
 
-@pytest.mark.slow
-def test_run_that_is_over_is_not_restarted(processes: Processes, tmp_path: Path) -> None:
-    made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, SHOW), "3")
-    assert made.ends() == 3
-    assert "restart " not in made.output
-
-
 def test_worker_in_the_background_is_ended_by_its_pid(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--slot", "1", "--detach", *script(tmp_path, LISTEN))
     assert made.ends() == 0
@@ -250,35 +243,19 @@ def test_failures_are_followed_by_restarts_as_often_as_allowed(code: int) -> Non
     assert restarts.pause(code, 1.0) is None
 
 
-@pytest.mark.parametrize(
-    ("code", "word", "meaning"),
-    [
-        (1, OVER, RUN_IS_OVER),
-        (1, ASKED, TERMINATED),
-        (137, OVER, RUN_IS_OVER),
-        (1, "", 1),
-        (1, "nonsense", 1),
-        (0, ASKED, 0),
-        (2, OVER, 2),
-    ],
-)
-def test_end_file_replaces_a_lost_exit_code(code: int, word: str, meaning: int) -> None:
-    assert meant(code, word) == meaning
+def test_end_file_replaces_a_lost_exit_code() -> None:
+    meanings = {(1, OVER): RUN_IS_OVER, (1, ASKED): TERMINATED, (137, OVER): RUN_IS_OVER}
+    meanings |= {(1, ""): 1, (1, "nonsense"): 1, (0, ASKED): 0, (2, OVER): 2}
+    assert {each: meant(*each) for each in meanings} == meanings
 
 
-def test_pauses_double_up_to_a_minute() -> None:
+def test_pauses_double_up_to_a_minute_until_a_long_run() -> None:
     restarts = Restarts(most=1000)
     pauses = [restarts.pause(1, 1.0) for _ in range(1000)]
     assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
     assert set(pauses[6:]) == {LONGEST_PAUSE_S}
-
-
-def test_long_run_resets_the_count_of_failures() -> None:
     restarts = Restarts(most=2)
     assert [restarts.pause(1, 1.0) for _ in range(2)] == [1.0, 2.0]
     assert restarts.pause(1, BEGAN_WELL_S) == 1.0
     assert restarts.pause(1, BEGAN_WELL_S - 1) == 2.0
-
-
-def test_restarts_default_to_none() -> None:
     assert Restarts(most=0).pause(1, 1e6) is None

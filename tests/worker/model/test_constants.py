@@ -182,10 +182,8 @@ def test_changed_constant_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(("value", "is_taken"), [(-INF, True), (torch.nan, False)])
 def test_frozen_seeding_push_may_have_infinities_but_not_nan(value: float, is_taken: bool) -> None:
     entry = {"shape": [4], "dtype": "float32"}
-    entries = [
-        {"name": "weight", "kind": "trainable", **entry},
-        {"name": "mask", "kind": "frozen", **entry},
-    ]
+    kinds = {"weight": "trainable", "mask": "frozen"}
+    entries = [{"name": name, "kind": kind, **entry} for name, kind in kinds.items()]
     with (
         Broker(make_config(workers=1, chunk_elements=4)) as broker,
         RawWorker(broker.address, "a") as worker,

@@ -127,9 +127,8 @@ def test_progress_below_half_an_ulp_adds_up_in_the_run(dtype: torch.dtype, merge
 
         return Trainee(model, optimizer, step)
 
-    config = make_config(
-        workers=4, sync_every=1, outer_lr=1.0, outer_momentum=0.0, fragment_merge=merge
-    )
+    rule = {"outer_lr": 1.0, "outer_momentum": 0.0, "fragment_merge": merge}
+    config = make_config(workers=4, sync_every=1, **rule)
     with Broker(config) as broker:
         got = run(broker, [trainee(worker) for worker in range(4)], rounds)
     assert torch.equal(got.final["value"], torch.full((8,), 1 + rounds * ulp / 4))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -100,30 +98,24 @@ def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None
     assert any(bool(left.any()) for left in feedback.chunks.values())
 
 
-@contextmanager
-def breaking_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ctrl-C before the second chunk."""
-    left_out, calls = InFewBits.left_out, iter([False, True])
+def test_settling_interrupted_between_chunks_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, left_out = layout(), InFewBits.left_out
+    breaks_at: list[bool] = []  # for the next chunks, the last one first
 
     def breaks(delta: InFewBits, *arguments: Any) -> Tensor:
-        if next(calls):
+        if breaks_at and breaks_at.pop():
             raise KeyboardInterrupt
         return left_out(delta, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(InFewBits, "left_out", breaks)
-        yield
-
-
-def test_settling_interrupted_between_chunks_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = layout()
+    monkeypatch.setattr(InFewBits, "left_out", breaks)
     ends = []
     for is_broken_off in (False, True):
         feedback, dice = Feedback(part, room), torch.Generator().manual_seed(0)
         for _ in range(3):
             delta, landing = feedback.joined(dyadic(part, dice, "int4")), object()
             if is_broken_off:
-                with breaking_off(monkeypatch), pytest.raises(KeyboardInterrupt):
+                breaks_at += [True, False]
+                with pytest.raises(KeyboardInterrupt):
                     feedback.settle(landing, (delta, EVERY), {})
             feedback.settle(landing, (delta, EVERY), {})
         ends.append(feedback.chunks)

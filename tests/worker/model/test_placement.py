@@ -27,11 +27,7 @@ from kit.scripted_broker import run_config
 from kit.whole_run import an_mlp, batch, make_config, options_of, sgd, strided
 
 CPU, CUDA, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
-PLANS = [
-    Plan(4, strided(1)),
-    Plan(6, strided(3), delay=1, alpha=0.5),
-    Plan(9, strided(3), delay=2, alpha=None),
-]
+PLANS = [Plan(4, strided(1)), Plan(6, strided(3), 1, alpha=0.5), Plan(9, strided(3), 2, alpha=None)]
 
 
 @pytest.fixture
@@ -120,9 +116,8 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
         else:
             feedback.settle(number, (flat, set(chunks)), {1: {0}})
         at_freeze = flat.taken_from(base.to(base_on))
-        model.load_state_dict(
-            {n: v.to(THERE) for n, v in at_freeze.by_name().items()}, strict=False
-        )
+        values = {n: v.to(THERE) for n, v in at_freeze.by_name().items()}
+        model.load_state_dict(values, strict=False)
     return found
 
 
@@ -166,9 +161,7 @@ def test_only_sent_bytes_are_copied(
         assert hook.sync_metrics.pushes == 3 and hook.sync_metrics.last_error is None
 
 
-@pytest.mark.parametrize(
-    ("plan", "wire"), [(PLANS[0], "int8"), (PLANS[1], "fp32"), (PLANS[2], "int4z")]
-)
+@pytest.mark.parametrize(("plan", "wire"), [*zip(PLANS, ("int8", "fp32", "int4z"), strict=True)])
 @pytest.mark.parametrize("keep_global_on", ["model", "host"])
 def test_run_is_the_same_for_any_placement(
     plan: Plan, wire: str, keep_global_on: str, monkeypatch: pytest.MonkeyPatch
@@ -209,9 +202,7 @@ def test_checkpoint_is_on_the_host(
                 saved = copy.deepcopy(hook.state_dict())
         resumed = saved["resume"]["fragments"][0]
         for vectors in (resumed["base"], resumed["residual"]):
-            assert all(
-                type(vector) is Tensor and vector.device == HOST for vector in vectors.values()
-            )
+            assert all(type(each) is Tensor and each.device == HOST for each in vectors.values())
         later = DiLoCoWorker(each.model, each.optimizer, broker.address)
         later.load_state_dict(saved)
         with later:

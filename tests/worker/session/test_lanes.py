@@ -156,13 +156,10 @@ def test_early_seeding_request_waits_until_the_owners_are_known() -> None:
     assert [(e.index, e.lane) for e in made.all(SendChunk)] == [(0, 0), (1, 1)]
 
 
-def test_chunk_sent_to_the_wrong_process_is_logged_and_dropped(ready: Desk) -> None:
+def test_chunk_of_another_process_is_dropped_and_shares_are_final(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     ready.hears(Chunk(0, 1, version=version(1)))
     assert "does not own" in ready.all(Say)[0].text
     assert not ready.all(StoreChunk)
-
-
-def test_chunks_are_shared_out_once(ready: Desk) -> None:
     with pytest.raises(ValueError, match="shared out once"):
         ready.happens(ShareOut(OWNERS))

@@ -73,19 +73,14 @@ from kit.session_harness import (
 # Joining.
 
 
-def test_join_is_sent_once_control_is_connected(fresh: Desk) -> None:
+def test_join_is_sent_on_the_control_connection_and_credit_follows_the_welcome(fresh: Desk) -> None:
     assert fresh.effects == [Open()]
     fresh.passes(60)
     assert not fresh.sent(Join)
-    fresh.connects()
-    (join,) = fresh.sent(Join)
+    (join,) = fresh.connects().sent(Join)
     assert (join.worker_id, join.manifest, join.session, join.run) == ("me", MANIFEST, None, None)
-
-
-def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) -> None:
-    fresh.connects().is_welcomed(version(0))
-    sends = fresh.all(Send)
-    assert sends[0] == Send(Credit(DOWNLOAD_WINDOW, b"\1" * 16), bulk=True)
+    sends = fresh.is_welcomed(version(0)).all(Send)
+    assert sends[0] == Send(Credit(DOWNLOAD_WINDOW, b"\1" * 16), bulk=True), "before any pull"
     assert [(p.fragment, p.after) for p in fresh.sent(Pull)] == [(0, -1), (FROZEN, -1)]
     assert fresh.session.connection.is_joined
 
@@ -146,11 +141,7 @@ def test_reconnects_back_off(fresh: Desk) -> None:
         (30.0, CONFIG, "heartbeat_interval is 30 s"),
         (None, RunConfig("gossip", 5), "mode 'gossip'"),
         (None, RunConfig("sync", 5, fragment_merge="sum"), "merges by 'sum'"),
-        (
-            None,
-            RunConfig("sync", 3, num_fragments=4),
-            "sync_every is 3 and the run has 4 fragments",
-        ),
+        (None, RunConfig("sync", 3, num_fragments=4), "sync_every is 3 and the run has 4"),
         (None, RunConfig("sync", 5, num_fragments=2), "0 numbers for 2 tensors"),
     ],
 )
@@ -280,26 +271,23 @@ def test_notice_is_answered_or_passed_on_at_once(
     assert ready.effects == effects
 
 
-def test_stop_is_passed_on_once_the_push_in_flight_counted(ready: Desk) -> None:
-    asked = Notice("stop_all", "An operator asks each worker to stop.", round=9)
+@pytest.mark.parametrize("what", ["stop_all", "over"])
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "connection breaks"])
+def test_stop_is_passed_on_once_no_push_is_awaited(
+    ready: Desk, what: str, is_counted: bool
+) -> None:
+    asked = Notice(what, "An operator asks each worker to stop.", round=9)
     ready.holds(version(0))
     ready.happens(Offer(gradient()))
     ready.hears(asked)
     assert not ready.all(Told)
-    ready.receives(version(1), whole(77))
+    if is_counted:
+        ready.receives(version(1), whole(77))
+    else:
+        ready.happens(Disconnected("gone"))
     assert ready.all(Told) == [Told(replace(asked, what="shutdown"))]
     ready.hears(asked)
-    assert ready.all(Told), "nothing is in flight"
-
-
-def test_stop_is_passed_on_when_the_connection_breaks(ready: Desk) -> None:
-    over = Notice("over", "The run is over.", round=9)
-    ready.holds(version(0))
-    ready.happens(Offer(gradient()))
-    ready.hears(over)
-    assert not ready.all(Told)
-    ready.happens(Disconnected("gone"))
-    assert ready.all(Told) == [Told(replace(over, what="shutdown"))]
+    assert bool(ready.all(Told)) == is_counted, "nothing is in flight"
 
 
 def test_save_request_is_passed_on_at_once(ready: Desk) -> None:
@@ -315,6 +303,7 @@ def test_heartbeats_can_be_turned_off() -> None:
     made.passes(10_000)
     assert made.session.connection.is_joined
     assert not made.all(Beat)
+    assert heartbeat_interval(replace(CONFIG, heartbeat_timeout=1e-300), None) == LEAST_HEARTBEAT_S
 
 
 def test_unanswered_heartbeats_break_the_connection(ready: Desk) -> None:
@@ -442,10 +431,6 @@ def test_chunks_too_small_to_track_are_refused() -> None:
     made.is_welcomed(version(0), config=replace(CONFIG, chunk_elements=1))
     (refusal,) = made.all(JoinRefused)
     assert "chunk_elements" in refusal.text
-
-
-def test_tiny_heartbeat_timeout_does_not_flood() -> None:
-    assert heartbeat_interval(replace(CONFIG, heartbeat_timeout=1e-300), None) == LEAST_HEARTBEAT_S
 
 
 def test_worker_removed_during_an_upload_keeps_no_credit() -> None:

@@ -102,10 +102,7 @@ def test_work_since_the_last_freeze_goes_with_the_push() -> None:
 REASONS: list[tuple[dict[str, Any], str]] = [
     ({"asked_to_stop": "SIGTERM asks this process to end"}, "SIGTERM asks this process to end"),
     ({"has_ended": True, "last_error": "It broke."}, "the link has ended (It broke.)"),
-    (
-        {"over": "An operator removed a."},
-        "the broker asked this worker to leave (An operator removed a.)",
-    ),
+    ({"over": "A reason."}, "the broker asked this worker to leave (A reason.)"),
     ({"is_restarting": True}, "the broker restarts"),
     ({"phase": Phase.REFUSED, "refusal": "no"}, "the broker refuses this worker (no)"),
     ({"silence": 601.0, "address": "tcp://b"}, "no sign of life from tcp://b for 601 s"),

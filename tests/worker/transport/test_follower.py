@@ -60,9 +60,8 @@ class Scene:
 
     def opens(self, reply: str, address: str = "", shortcut: str = "") -> bytes:
         """Open a connection; the broker's route to it."""
-        self.followers.open(
-            address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut
-        )
+        lanes = (Lane(b"session", 1, (b"\x0f",)),)
+        self.followers.open(address or self.address, lanes, reply, shortcut)
         self.until(lambda: bool(self.broker.poll(0)))
         route, header = self.broker.recv_multipart()
         assert isinstance(decode(header), Lane)

@@ -135,8 +135,7 @@ def test_unusable_manifest_says_why(tensors: tuple[TensorEntry, ...], words: str
 
 
 def test_ledger_remembers_the_last_pushes_and_what_is_partly_counted() -> None:
-    half = Bitmap(3)
-    half.add(1)
+    half = Bitmap(3, 0b010)
     ledger = Ledger().with_push("a", 1, half)
     assert not ledger.names_whole("a", 1)
     assert ledger.standing("a", 1, 3) == half

@@ -67,9 +67,7 @@ def test_each_parameter_goes_where_its_pattern_says() -> None:
         ({"?.weight": 0, "?.bias": 0, "n*": 1}, "leaves fragment 1 without trainable elements"),
     ],
 )
-def test_file_that_does_not_fit_the_model_is_one_sentence_that_names_the_parameters(
-    fragments: dict[str, int], words: str
-) -> None:
+def test_file_that_does_not_fit_names_parameters(fragments: dict[str, int], words: str) -> None:
     entries = list(model(a__weight=4, a__bias=2, b__weight=4, b__bias=2).entries)
     entries[0] = type(entries[0])("a.weight", (4,), "float32", Kind.TRAINABLE, aliases=("tied",))
     if "n*" in fragments:

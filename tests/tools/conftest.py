@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from inspect import iscoroutinefunction, signature
 
 import pytest
@@ -13,7 +14,7 @@ from kit.top_screen import ScreenPilot
 
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
-    with Publisher() as made:
+    with closing(Publisher()) as made:
         yield made
 
 

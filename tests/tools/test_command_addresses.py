@@ -102,9 +102,7 @@ def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
-def test_control_address_is_enough(
-    broker: Broker, words: tuple[str, ...], said: str, way: str
-) -> None:
+def test_control_address_alone(broker: Broker, words: tuple[str, ...], said: str, way: str) -> None:
     """Displays ask at it for the feed, which is at a port of its own."""
     assert said in call(words, broker.address, way).output
 

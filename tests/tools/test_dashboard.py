@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def snapshot(**keys: Any) -> Snapshot:
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     """A dashboard that has heard one snapshot, and whose control address does not answer."""
-    with Publisher() as publisher, serving(publisher.address, control=NOBODY) as made:
+    with closing(Publisher()) as publisher, serving(publisher.address, control=NOBODY) as made:
         publisher.says()
         made.await_state(sequence=7)
         yield made
@@ -67,9 +67,7 @@ class TestPolicy:
             ("gpu-box", ["GPU-box:8514"], ["evil.example"]),
         ],
     )
-    def test_foreign_hosts_are_refused(
-        self, bound: str, own: list[str], foreign: list[str]
-    ) -> None:
+    def test_other_hosts_are_refused(self, bound: str, own: list[str], foreign: list[str]) -> None:
         policy = Policy(bound)
         let_in = [host for host in own + foreign if policy.of_request({"host": host}) is None]
         assert let_in == own

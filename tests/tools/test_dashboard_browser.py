@@ -141,9 +141,7 @@ class TestLive:
             if page.locator(control).count():
                 assert page.locator(control).is_disabled(), control
 
-    def test_page_goes_stale_and_live_with_the_broker(
-        self, page: Page, publisher: Publisher
-    ) -> None:
+    def test_page_goes_stale_with_the_broker(self, page: Page, publisher: Publisher) -> None:
         publisher.says()
         sees(page, "#freshness b", "LIVE")
         sees(page, "#freshness b", "LATE")
@@ -172,7 +170,7 @@ class TestToken:
         sees(page, "#facts", "sync")
         playwright.expect(page.locator("#pause")).to_be_enabled(timeout=PATIENCE_MS)
 
-    def test_a_broken_one_is_refused_and_the_right_one_can_be_entered(
+    def test_broken_one_is_replaced(
         self, opened: Callable[..., Page], publisher: Publisher
     ) -> None:
         with serving(publisher.address) as site:
@@ -187,9 +185,7 @@ class TestToken:
             playwright.expect(page.locator("#pause")).to_be_enabled()
             playwright.expect(page.locator("#token-form")).to_be_hidden()
 
-    def test_page_of_another_origin(
-        self, opened: Callable[..., Page], publisher: Publisher
-    ) -> None:
+    def test_foreign_origin(self, opened: Callable[..., Page], publisher: Publisher) -> None:
         with serving(publisher.address) as site, serving("tcp://127.0.0.1:1") as other:
             publisher.says()
             # Without the content policy of the page itself, as a page of another site would be.
@@ -300,9 +296,7 @@ class TestLook:
 
 class TestOthers:
     @pytest.mark.usefixtures("impatient")
-    def test_dashboard_that_is_gone(
-        self, opened: Callable[..., Page], publisher: Publisher
-    ) -> None:
+    def test_dashboard_is_gone(self, opened: Callable[..., Page], publisher: Publisher) -> None:
         with dashboard_server.serving(publisher.address) as site:
             page = opened(with_token(site), "ERR_|network error|Failed to fetch")
             publisher.says()

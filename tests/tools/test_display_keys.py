@@ -71,7 +71,7 @@ def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> Non
         feed.receive(PATIENCE_S)
 
 
-def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(
+def test_revoked_key_is_said(
     keyed: Broker, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "KNOCK_AGAIN_S", 0.1)

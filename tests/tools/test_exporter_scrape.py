@@ -63,7 +63,7 @@ class TestHealth:
             ({"state": "stopping"}, 1e6, None),
         ],
     )
-    def test_death_is_silence(
+    def test_silence_is_death(
         self, sent: dict[str, str] | None, age: float, problem: str | None
     ) -> None:
         known = model.FeedModel()

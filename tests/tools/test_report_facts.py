@@ -106,7 +106,7 @@ def test_history_that_has_lost_its_beginning_says_so(tmp_path: Path) -> None:
 
 # An optimizer of torch's own changes nothing in a history, and loads for seconds.
 @pytest.mark.parametrize("kind", sorted(RUNS.keys() - {"torch"}))
-def test_run_of_each_kind_is_read(
+def test_run_of_any_kind_is_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -113,7 +113,7 @@ def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [FromNumpy, ReadOnly, Frozen])
-def test_a_sampler_whose_generator_cannot_be_replaced_is_left_alone(
+def test_odd_sampler_is_left_alone(
     kind: type[Sampler[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read(kind(), 2) == read(kind())
@@ -132,6 +132,8 @@ def test_broker_without_shares_does_not_end_training(caplog: pytest.LogCaptureFi
 
 
 def test_variables_come_first(training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    descent = Descent()
+    assert DiLoCoWorker(descent.model, descent.optimizer).shard == (0, 1), "alone"
     worker = training.begins()
     with pytest.raises(UsageError, match="set DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS"):
         assert worker.shard, "this broker assigns none"
@@ -140,11 +142,6 @@ def test_variables_come_first(training: ScriptedTraining, monkeypatch: pytest.Mo
     monkeypatch.setenv("DILOCO_SHARD_INDEX", "2")
     monkeypatch.setenv("DILOCO_NUM_SHARDS", "8")
     assert worker.shard == (2, 8)
-
-
-def test_a_worker_alone_has_all_of_it() -> None:
-    descent = Descent()
-    assert DiLoCoWorker(descent.model, descent.optimizer).shard == (0, 1)
 
 
 @pytest.mark.parametrize("told", [("2", ""), ("", "2"), ("2", "2"), ("-1", "2"), ("a", "2")])

@@ -75,9 +75,7 @@ def test_held_version_plus_difference_is_the_version(training: ScriptedTraining)
         assert training.values == value
 
 
-def test_mismatched_copy_is_detected_and_fetched_complete(
-    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mismatch_is_fetched(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
     few(training)
     training.trains(H)
     push, pull = takes_with_pull(training)
@@ -109,16 +107,13 @@ def test_difference_from_an_unknown_version_is_ignored(training: ScriptedTrainin
 
 @pytest.mark.parametrize("parts", [(), (1,), (130, 130), (129,)])
 def test_difference_of_wrong_lengths_is_logged_and_dropped(
-    training: ScriptedTraining,
-    broker: ScriptedBroker,
-    caplog: pytest.LogCaptureFixture,
-    parts: tuple[int, ...],
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, parts: tuple[int, ...]
 ) -> None:
     few(training)
     training.trains(H)
     push, _ = training.takes()
     says = Chunk(0, 0, version=version(1), delta_of=version(0), parts=parts, checksum=0)
-    broker.says(says, bytes(130))
+    training.broker.says(says, bytes(130))
     training.serves(50, 1, push)
     training.done()
     assert training.values == 50

@@ -63,7 +63,7 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     until(lambda: not training.link.uploaded)  # the state of a push is dropped with it
 
 
-def test_worker_seeds_the_global_values_and_later_versions_do_not_overwrite_them(
+def test_seeding_push_is_not_overwritten(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     training.begins()
@@ -197,13 +197,10 @@ WELCOME = Welcome(b"s" * 16, "epoch", run_config(num_fragments=3), 0)
     ],
 )
 def test_refusal_is_raised_with_its_sentence(
-    training: ScriptedTraining,
-    broker: ScriptedBroker,
-    keywords: dict[str, Any],
-    answer: Message,
-    sentence: str,
+    training: ScriptedTraining, keywords: dict[str, Any], answer: Message, sentence: str
 ) -> None:
     training.does(training.makes(**keywords).start)
+    broker = training.broker
     broker.control, join, _ = broker.hears_from(Join)
     assert join.wants == {k: v for k, v in keywords.items() if k == "sync_every"}
     broker.says(answer)

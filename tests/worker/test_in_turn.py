@@ -23,7 +23,8 @@ from kit.whole_run import an_mlp, assert_same, make_config, options_of, run, str
 pytest_plugins = ("kit.worker_fixtures",)
 
 
-EXACT = {"wire_dtype": "fp32", "chunk_elements": 16, "outer_momentum_warmup": "constant"}
+EXACT: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16}
+EXACT["outer_momentum_warmup"] = "constant"
 
 
 @contextmanager

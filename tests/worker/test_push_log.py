@@ -61,7 +61,7 @@ def test_every_push_is_frozen_and_then_counted_in_the_version_that_names_it(tmp_
         assert named == {line["push_id"] for line in pushes if line["fragment"] == 0}
 
 
-def test_freeze_is_written_before_anything_of_it_is_sent(
+def test_freeze_is_logged(
     training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
@@ -131,9 +131,7 @@ def test_unwritable_file_is_refused_at_the_start(tmp_path: Path, where: str) -> 
     assert str(tmp_path / where) in str(refused.value)
 
 
-def test_full_disk_ends_the_log(
-    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_of_the_log(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     training.begins(options={"audit": "/dev/full"})

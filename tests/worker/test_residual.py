@@ -89,11 +89,7 @@ def serves_in_part(
     broker.says(Released(0, what, Ledger({"me": tuple(Counted(*each) for each in found)})))
 
 
-def some(*chunks: int) -> Bitmap:
-    made = Bitmap(CHUNKS)
-    for chunk in chunks:
-        made.add(chunk)
-    return made
+SECOND = Bitmap(CHUNKS, 0b010)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
@@ -146,11 +142,11 @@ def test_rejected_pushes_are_settled_by_a_later_version(training: ScriptedTraini
         push, values = pushes(training)
         assert values == [sender.sends(H)] * CHUNKS, "the residual stays"
         numbers.append(push.push_id)
-        training.refuses(push, "non_finite", counted=some(1).to_bytes())
+        training.refuses(push, "non_finite", counted=SECOND.to_bytes())
         training.done()
     training.trains(H)
     push, _ = pushes(training)
-    serves_in_part(training, 2, {push.push_id: None, **dict.fromkeys(numbers, some(1))})
+    serves_in_part(training, 2, {push.push_id: None, **dict.fromkeys(numbers, SECOND)})
     training.done()
     before = sender.residual
     sender.counts(H)
@@ -176,7 +172,7 @@ def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining) -> No
     broker.welcomes(version(1))
     again = broker.hears(Push)
     assert again.push_id == push.push_id
-    broker.grants(again, some().to_bytes(), credit=CHUNKS)
+    broker.grants(again, Bitmap(CHUNKS).to_bytes(), credit=CHUNKS)
     assert taken(broker, again) == before
     training.serves(100, 2, push)
     training.done()
@@ -215,7 +211,7 @@ def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
         training.says_current(1)
         again = broker.hears(Push)
         assert again.push_id == push.push_id
-        broker.grants(again, some().to_bytes(), credit=CHUNKS)
+        broker.grants(again, Bitmap(CHUNKS).to_bytes(), credit=CHUNKS)
         chunks = taken(broker, again)
         assert before is None or chunks == before
         values = by_chunk(training, again, broker.decoded(again, chunks))

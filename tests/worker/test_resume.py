@@ -257,9 +257,7 @@ def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
-    deterministic: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_push_before_a_crash_counts(deterministic: bool, caplog: pytest.LogCaptureFixture) -> None:
     """No version names it when the next life joins, which finds out before it sends a chunk."""
     config = make_config(
         workers=2, min_workers=2, sync_every=5, deterministic=deterministic, disconnect_grace=0.05

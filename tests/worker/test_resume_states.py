@@ -60,9 +60,7 @@ def tensors_in(plain: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_state_is_an_untouched_copy_of_the_model(
-    training: ScriptedTraining, is_loaded: bool
-) -> None:
+def test_state_is_a_copy_of_the_model(training: ScriptedTraining, is_loaded: bool) -> None:
     worker = training.begins()
     training.steps(1)
     state = worker.state_dict()
@@ -86,9 +84,7 @@ def test_state_is_an_untouched_copy_of_the_model(
     assert set(base.tolist()) == {100}
 
 
-def test_model_that_was_not_loaded_is_detected_before_anything_is_sent(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_unloaded_model_is_detected(training: ScriptedTraining, broker: ScriptedBroker) -> None:
     training.begins()
     training.steps(3)
     is_refused(training, training.saves()[0], None, "load the model's own checkpoint")
@@ -161,9 +157,7 @@ def test_smallest_change_of_a_tensor_is_named(training: ScriptedTraining, name: 
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
-    training: ScriptedTraining, narrow: torch.dtype
-) -> None:
+def test_model_saved_in_a_narrower_dtype(training: ScriptedTraining, narrow: torch.dtype) -> None:
     worker = training.begins(Kinds())
     with torch.no_grad():
         for parameter in training.descent.model.parameters():
@@ -333,11 +327,9 @@ def test_changed_or_other_run_is_joined_as_a_new_worker(
 
 @pytest.mark.parametrize("has_another_id", [True, False])
 def test_worker_with_another_id_or_no_parameters_resumes_only_counters(
-    training: ScriptedTraining,
-    broker: ScriptedBroker,
-    caplog: pytest.LogCaptureFixture,
-    has_another_id: bool,
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, has_another_id: bool
 ) -> None:
+    broker = training.broker
     training.begins()
     training.steps(1)
     state, tensors = training.saves()

@@ -310,6 +310,9 @@ def goes_on(_: Termination) -> None:
     pass
 
 
+Action = Callable[[Termination], None]
+
+
 @pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize(
     ("actions", "done", "is_raised"),
@@ -323,10 +326,7 @@ def goes_on(_: Termination) -> None:
     ],
 )
 def test_held_ctrl_c_is_raised_once(
-    termination: Termination,
-    actions: list[Callable[[Termination], None]],
-    done: int,
-    is_raised: bool,
+    termination: Termination, actions: list[Action], done: int, is_raised: bool
 ) -> None:
     count, was_raised = 0, False
     try:

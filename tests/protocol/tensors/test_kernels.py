@@ -133,9 +133,7 @@ def test_decoders_read_the_same_values(wire: str, data: bytes, elements: int, by
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), start=vectors(), by=st.integers(0, 3), sign=st.sampled_from([1.0, -1.0]))
-def test_codes_are_added_alike(
-    wire: str, values: Tensor, start: Tensor, by: int, sign: float
-) -> None:
+def test_adding_codes(wire: str, values: Tensor, start: Tensor, by: int, sign: float) -> None:
     count = min(values.numel(), start.numel())
     values, start = values[:count].clone(), start[:count].clone()
     with by_torch():
@@ -186,9 +184,7 @@ def test_weighted_sums(chunks: list[tuple[str, Tensor, float]], divisor: float, 
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), scale=st.sampled_from([None, b"\xff\x7f", b"\x80\xff", b"\x7f\x7f"]))
-def test_squares_are_those_of_fp64_where_finite(
-    wire: str, values: Tensor, scale: bytes | None
-) -> None:
+def test_squares_are_those_of_fp64(wire: str, values: Tensor, scale: bytes | None) -> None:
     source, read = chunk_in(wire, values)
     if scale is not None:
         source.data[:2] = torch.frombuffer(bytearray(scale), dtype=torch.uint8)

@@ -134,9 +134,7 @@ BAD: list[tuple[str, float, torch.dtype, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "dtype", "words"), BAD)
-def test_values_that_no_run_can_begin_with_are_refused_at_once_by_name(
-    name: str, value: float, dtype: torch.dtype, words: str
-) -> None:
+def test_invalid_values_are_named(name: str, value: float, dtype: torch.dtype, words: str) -> None:
     model = masked().model.to(dtype)
     optimizer = SGD(model.parameters(), lr=0.1)
     worker = DiLoCoWorker(model, optimizer, server="tcp://127.0.0.1:1")

@@ -40,25 +40,20 @@ def other_device() -> Iterator[OtherDevice]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "pin_memory", "keep_global_on", "wanted"),
+    ("given", "wanted"),
     [
-        ([CPU], None, None, Placement(is_pinned=False, base=CPU)),
-        ([CPU], False, "cpu", Placement(is_pinned=False, base=CPU)),
-        ([], None, None, Placement(is_pinned=False, base=CPU)),
-        ([CPU, CUDA], None, None, Placement(is_pinned=True, base=CPU)),
-        ([CUDA], True, "cpu", Placement(is_pinned=True, base=CPU)),
-        ([CUDA], False, None, Placement(is_pinned=False, base=CPU)),
-        ([CPU, SECOND, CUDA], None, "cuda", Placement(is_pinned=True, base=SECOND)),
-        ([CUDA], False, "cuda", Placement(is_pinned=False, base=CUDA)),
+        (([CPU], None, None), Placement(is_pinned=False, base=CPU)),
+        (([CPU], False, "cpu"), Placement(is_pinned=False, base=CPU)),
+        (([], None, None), Placement(is_pinned=False, base=CPU)),
+        (([CPU, CUDA], None, None), Placement(is_pinned=True, base=CPU)),
+        (([CUDA], True, "cpu"), Placement(is_pinned=True, base=CPU)),
+        (([CUDA], False, None), Placement(is_pinned=False, base=CPU)),
+        (([CPU, SECOND, CUDA], None, "cuda"), Placement(is_pinned=True, base=SECOND)),
+        (([CUDA], False, "cuda"), Placement(is_pinned=False, base=CUDA)),
     ],
 )
-def test_placement_follows_the_options(
-    devices: list[torch.device],
-    pin_memory: bool | None,
-    keep_global_on: str | None,
-    wanted: Placement,
-) -> None:
-    assert Placement.of(devices, pin_memory, keep_global_on) == wanted
+def test_placement_follows_the_options(given: tuple[Any, ...], wanted: Placement) -> None:
+    assert Placement.of(*given) == wanted
 
 
 @pytest.mark.parametrize(
@@ -141,9 +136,7 @@ def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
     ("wire", "bytes_each"),
     [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("int4", 0.51), ("int4z", 0.51)],
 )
-def test_only_sent_bytes_are_copied(
-    wire: str, bytes_each: float, other_device: OtherDevice
-) -> None:
+def test_only_sent_bytes_are_moved(wire: str, bytes_each: float, other_device: OtherDevice) -> None:
     """Besides, a number for each tensor, and for each chunk with a residual: whether it is finite."""
     torch.manual_seed(0)
     model = nn.Linear(256, 400, bias=False).to(THERE)
@@ -186,9 +179,7 @@ def test_run_is_the_same_for_any_placement(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_checkpoint_is_on_the_host(
-    other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_on_the_host(other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that resumes without the second device can load it, with the same parameters."""
     each = an_mlp(0)
     config = make_config(workers=1, sync_every=2, wire_dtype="int8")

@@ -179,9 +179,7 @@ def test_run_is_rejoined_with_another_h(interval: float | None, config: RunConfi
         ("fragment_delay_auto", True),
     ],
 )
-def test_rejoining_with_other_terms_in_flight_is_refused(
-    ready: Desk, name: str, value: Any
-) -> None:
+def test_rejoining_is_refused_where_terms_changed(ready: Desk, name: str, value: Any) -> None:
     ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
     (refusal,) = ready.all(JoinRefused)
     in_words = {"fragment_delay_auto": "fragment_sync_delay auto"}
@@ -264,18 +262,14 @@ OVER, RESTART = (Notice(what, "SIGTERM.") for what in ("shutdown", "restarting")
         ([Heartbeat(b"", 1)], [Say("The broker sent a heartbeat, which only workers send.", True)]),
     ],
 )
-def test_notice_is_answered_or_passed_on_at_once(
-    ready: Desk, notices: list[Message], effects: list[Effect]
-) -> None:
+def test_notice_is_handled_soon(ready: Desk, notices: list[Message], effects: list[Effect]) -> None:
     ready.hears(*notices)
     assert ready.effects == effects
 
 
 @pytest.mark.parametrize("what", ["stop_all", "over"])
 @pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "connection breaks"])
-def test_stop_is_passed_on_once_no_push_is_awaited(
-    ready: Desk, what: str, is_counted: bool
-) -> None:
+def test_stop_is_passed_on_after_the_last_push(ready: Desk, what: str, is_counted: bool) -> None:
     asked = Notice(what, "An operator asks each worker to stop.", round=9)
     ready.holds(version(0))
     ready.happens(Offer(gradient()))
@@ -379,9 +373,7 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
         (version(7), False),  # it is ahead
     ],
 )
-def test_worker_says_that_the_broker_goes_on_from_another_branch(
-    ready: Desk, theirs: VersionId, is_another_branch: bool
-) -> None:
+def test_another_branch_is_logged(ready: Desk, theirs: VersionId, is_another_branch: bool) -> None:
     ready.holds(version(4))
     told = []
     for _ in range(2):

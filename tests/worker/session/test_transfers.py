@@ -433,9 +433,7 @@ def test_push_at_a_restored_broker_requests_its_next_version(ready: Desk, first:
 @pytest.mark.parametrize(
     ("event", "theirs"), [(Offer(gradient(base=6)), []), (RequestVersion(0), [version(2, tag=99)])]
 )
-def test_restored_broker_is_asked_for_any(
-    ready: Desk, event: Event, theirs: list[VersionId]
-) -> None:
+def test_restored_broker_may_send_any(ready: Desk, event: Event, theirs: list[VersionId]) -> None:
     """It has nothing at all, or its newest version is wanted."""
     at_version(ready, 6)
     if not theirs:

@@ -122,13 +122,8 @@ def test_message_survives_the_wire(message: Message) -> None:
         message = Control("status", 1, {"deep": {"a": (1, 2.5, None, True)}})
     assert received == message
     assert (buffer is None) == (payload is None)
-
-
-@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda m: m.kind)
-def test_defaults_fill_what_is_left_out_and_unknown_keys_are_ignored(message: Message) -> None:
-    plain = msgpack.unpackb(encode(message))
-    plain["from_the_future"] = [1, 2]
-    assert decode(msgpack.packb(plain)) == decode(encode(message))
+    plain = msgpack.unpackb(encode(message)) | {"from_the_future": [1, 2]}
+    assert decode(msgpack.packb(plain)) == received, "unknown keys are ignored"
 
 
 LEAVE = {"v": 1, "kind": "leave", "session": b"s"}

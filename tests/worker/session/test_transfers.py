@@ -197,13 +197,6 @@ def test_malformed_bitmap_is_ignored_and_logged(offered: Desk) -> None:
     assert over.counted is None and [said.trouble for said in offered.all(Say)] == [True]
 
 
-def test_retryable_error_offers_the_push_again(offered: Desk) -> None:
-    offered.hears(Error("no_model", "Later.", retry=True, push_id=77))
-    assert not offered.all(PushOver)
-    offered.passes(LONGEST_BACKOFF_S)
-    assert [push.push_id for push in offered.sent(Push)] == [77]
-
-
 def test_another_push_abandons_the_unfinished_one(offered: Desk) -> None:
     offered.happens(Offer(gradient(78)))
     assert [over.push_id for over in offered.all(PushOver)] == [77]
@@ -305,6 +298,7 @@ def test_held_version_seeds_with_its_ledger_under_one_push_id(ready: Desk) -> No
 def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) -> None:
     offered.breaks().is_welcomed()
     offered.hears(Error("no_model", "Later.", retry=True, push_id=77, about="push"))
+    assert not offered.all(PushOver)
     offered.hears(Notice("donate", fragment=0))
     push = donation(offered)
     offered.happens(Prepared(push.push_id))

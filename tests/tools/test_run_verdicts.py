@@ -275,26 +275,18 @@ def test_worker_that_left_and_rejoins_does_not_replace_a_dead_one() -> None:
 # After a restart of the broker.
 
 
-def test_worker_that_left_before_a_restart_is_not_missed_after_it() -> None:
-    crashed = a_saved_run("a", "b", rounds=1, min_workers=1)
-    crashed.puppets["b"].leaves()
-    a_round([crashed.puppets["a"]], 1)
-    stage, (a,) = next_life(crashed, "a")
-    stage.passes(0.2)
-    a_round([a], 2)
-    assert verdict(stage).word == "healthy"
-    stage.worker("b").joins()
-    assert stage.shown()["counts"]["due"] == 2
-
-
-def test_worker_that_died_before_a_restart_takes_its_own_place_after_it() -> None:
+def test_restart_misses_only_workers_that_have_not_left() -> None:
     crashed = a_saved_run("a", "b", "c", rounds=1, min_workers=1)
     crashed.puppets["b"].leaves()
     crashed.puppets["c"].dies()
     a_round([crashed.puppets["a"]], 1)
-    stage, _ = next_life(crashed, "a", "c")
+    stage, (a, c) = next_life(crashed, "a", "c")
     stage.passes(0.2)
+    assert verdict(stage).word == "healthy", "c has its own place again"
+    a_round([a, c], 2)
     assert verdict(stage).word == "healthy"
+    stage.worker("b").joins()
+    assert stage.shown()["counts"]["due"] == 3
 
 
 def test_exit_code_of_status_says_that_the_run_is_degraded() -> None:

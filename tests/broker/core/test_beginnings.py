@@ -12,7 +12,7 @@ import pytest
 from diloco_broker.core.members.seeding import RETURN_WITHIN_S
 from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.versions.record import InitialModel
-from diloco_protocol.messages import Error, Push
+from diloco_protocol.messages import Error, Push, Welcome
 from diloco_protocol.version import VersionId
 from diloco_worker.session.connection import LONGEST_BACKOFF_S
 from kit.core_harness import RUN, Stage, a_stage, layered
@@ -30,10 +30,6 @@ def a_broker(workers: int = 1, **options: Any) -> Stage:
 def with_a_file(workers: int = 1, *, by_hand: bool = False, bind: str = KNOWN) -> Stage:
     config = a_broker(workers, bind=bind).config
     return Stage(config, layered(1, 2), by_hand, initial=InitialModel({"layers.0.weight": (8,)}))
-
-
-def run_of(stage: Stage) -> str | None:
-    return stage.version().run if stage.state.round is not None else None
 
 
 # Workers that may be on their way.
@@ -107,7 +103,8 @@ def test_holder_that_comes_while_the_model_file_is_loaded_comes_first() -> None:
     assert [chunk["lost", 10] for chunk in stage.counted()] == [1, 1]
 
 
-def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> None:
+@pytest.mark.parametrize("is_back", [True, False])
+def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back(is_back: bool) -> None:
     stage = a_broker(recover_wait=10.0)
     stage.passes(RETURN_WITHIN_S)
     a = stage.worker("a").comes_with(holding(10))
@@ -117,18 +114,12 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> N
     assert "a" not in stage.here
     stage.passes_with(8, "new")
     assert not new.asked_for
-    a = stage.worker("a").comes_with(holding(10))
-    a.donates()
-    assert run_of(stage) == RUN
-
-
-def test_holder_that_is_gone_for_good_stops_nobody() -> None:
-    stage = a_broker(recover_wait=5.0)
-    stage.worker("a").comes_with(holding(10)).dies()
-    stage.worker("new").joins()
-    stage.passes_with(6, "new")
-    stage.provide()
-    assert run_of(stage) not in (None, RUN)
+    if is_back:
+        stage.worker("a").comes_with(holding(10)).donates()
+    else:
+        stage.passes_with(4, "new")
+        stage.provide()
+    assert (stage.version().run == RUN) == is_back
 
 
 def test_feed_names_whom_the_first_parameters_come_from() -> None:
@@ -204,3 +195,55 @@ def test_offer_of_a_seed_worker_that_was_passed_over_costs_it_nothing() -> None:
     assert a.asked_for == [0, 0]
     a.donates()
     assert stage.version().counter == 0
+
+
+# Workers that claim to hold what cannot be: the run begins with all of its fragments.
+
+HELD = VersionId(RUN, 7, 77)
+
+
+def a_broker_without_parameters() -> Stage:
+    return a_stage(workers=2, num_fragments=2, sync_every=8)
+
+
+def is_whole(stage: Stage) -> bool:
+    return all(each.version is not None for each in stage.state.versions.trained)
+
+
+def test_holder_that_comes_back_with_nothing_does_not_begin_a_run_with_a_part() -> None:
+    stage = a_broker_without_parameters()
+    b, c = stage.worker("b").joins(), stage.worker("c")
+    c.joins(versions=(None, HELD))
+    stage.passes(30.0)
+    assert c.asked_for == [1]
+    c.joins(versions=())
+    stage.provide()
+    stage.passes(0.2)
+    b.pulls()
+    assert stage.state.round is not None and is_whole(stage)
+
+
+def test_part_of_a_run_is_taken_once_and_a_new_run_begins_with_another_worker() -> None:
+    stage = a_broker_without_parameters()
+    stage.worker("b").joins()
+    c = stage.worker("c").joins(versions=(None, HELD))
+    c.held = (None, None)
+    stage.passes(30.0)
+    assert stage.state.seeding.worker_id == "c"
+    c.stage.kicks("c")
+    c.session = None
+    c.joins(versions=(None, None, HELD))  # the run has no such fragment
+    stage.passes(11.0)
+    assert stage.state.seeding.worker_id == "b"
+    stage.provide()
+    assert stage.state.round is not None and is_whole(stage)
+
+
+@pytest.mark.parametrize(
+    "unsound", [VersionId("\x1b[2J", 1, 1), VersionId("", 1, 1), VersionId(RUN, 2**63, 1)]
+)
+def test_name_that_no_version_has_is_refused(unsound: VersionId) -> None:
+    stage = a_broker_without_parameters()
+    a = stage.worker("a").joins(versions=(unsound, None))
+    assert a.last(Welcome) is None and a.got(Error)
+    assert stage.state.model.run is None and not len(stage.here)

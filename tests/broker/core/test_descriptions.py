@@ -52,6 +52,12 @@ def told(stage: Stage, route: bytes) -> Message:
     return stage.inbox[route][-1]
 
 
+def refusal(stage: Stage, route: bytes) -> Error:
+    refused = told(stage, route)
+    assert isinstance(refused, Error)
+    return refused
+
+
 def describes(stage: Stage, route: bytes, *pieces: bytes) -> None:
     for piece in pieces:
         stage.happens(Received(route, Describe(piece)))
@@ -81,8 +87,7 @@ def test_first_worker_describes_its_model_and_the_next_need_not(stage: Stage) ->
 def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
     describes(stage, asks(stage, "a"), *PIECES)
     other = asks(stage, "b", layered(3000))
-    refused = told(stage, other)
-    assert isinstance(refused, Error) and refused.code == "model_differs"
+    assert refusal(stage, other).code == "model_differs"
     assert not stage.state.descriptions
 
 
@@ -99,8 +104,7 @@ def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
 def test_wrong_description_is_refused_and_forgotten(stage: Stage, pieces: list[bytes]) -> None:
     route = asks(stage, "a")
     describes(stage, route, *pieces)
-    refused = told(stage, route)
-    assert isinstance(refused, Error)
+    assert refusal(stage, route)
     assert not stage.state.descriptions
 
 
@@ -110,8 +114,7 @@ def test_description_that_is_no_manifest_is_refused(stage: Stage) -> None:
     route = stage.route()
     stage.happens(Received(route, named))
     describes(stage, route, packed)
-    refused = told(stage, route)
-    assert isinstance(refused, Error)
+    assert refusal(stage, route)
     assert stage.state.model.manifest is None
 
 
@@ -119,16 +122,15 @@ def test_description_is_taken_from_those_only_who_were_asked(stage: Stage) -> No
     asks(stage, "a")
     other = stage.route()
     describes(stage, other, PIECES[0])
-    refused = told(stage, other)
-    assert isinstance(refused, Error) and refused.code == "no_model" and refused.retry
+    refused = refusal(stage, other)
+    assert (refused.code, refused.retry) == ("no_model", True)
 
 
 def test_those_who_do_not_go_on_take_nobodys_place(stage: Stage) -> None:
     for number in range(AT_A_TIME):
         asks(stage, f"w{number}")
     late = asks(stage, "late")
-    refused = told(stage, late)
-    assert isinstance(refused, Error) and refused.retry
+    assert refusal(stage, late).retry
     stage.now += GOES_ON_WITHIN_S + 1
     stage.happens(Received(late, in_a_header(Join("late", LARGE))))
     assert told(stage, late) == Notice("describe")
@@ -139,8 +141,7 @@ def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> No
     describes(stage, route, PIECES[0])
     stage.passes(GOES_ON_WITHIN_S + 1)
     describes(stage, route, PIECES[1])
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and refused.retry
+    assert refusal(stage, route).retry
     stage.happens(Received(route, in_a_header(Join("suspended", LARGE))))
     describes(stage, route, *PIECES)
     assert any(isinstance(each, Welcome) for each in stage.inbox[route])
@@ -150,16 +151,14 @@ def test_described_model_that_has_no_room_is_refused_as_a_join(stage: Stage) -> 
     stage.happens(Surroundings(memory_bytes=1))
     route = asks(stage, "a")
     describes(stage, route, *PIECES)
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and refused.about == "join"
+    assert refusal(stage, route).about == "join"
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 40])
 def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> None:
     route = stage.route()
     stage.happens(Received(route, replace(in_a_header(Join("a", LARGE)), size=size)))
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and "8388608" in refused.text
+    assert "8388608" in refusal(stage, route).text
 
 
 def test_description_that_goes_on_for_ever_is_given_up(stage: Stage) -> None:

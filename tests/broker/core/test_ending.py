@@ -33,12 +33,13 @@ def test_the_last_round_is_announced_and_then_the_run_is_over() -> None:
     assert len(stage.ends) == 1
 
 
-def test_no_round_is_made_after_the_last() -> None:
+def test_no_round_is_made_after_the_last_and_who_comes_then_is_told() -> None:
     stage, workers = a_run("a", "b", rounds=2, max_rounds=2)
     workers[0].sends(Push(workers[0].token(), 77, 0, 2, "bf16", base=stage.version()))
     assert workers[0].got(Error).code == "late"
     assert stage.version().counter == 2
     assert stage.shown()["end"]["is_over"]
+    assert stage.joined("c")[0].notices[-1] == "over"
 
 
 def test_workers_know_of_the_end_before_they_have_the_last_version() -> None:
@@ -260,12 +261,6 @@ def test_fragments_all_end_with_the_same_steps() -> None:
     b.pushes(42, fragment=1)
     assert a.notices[-1] == "over"
     assert stage.counters == [2, 2]
-
-
-def test_who_comes_when_the_run_is_over_is_told() -> None:
-    stage, _ = a_run("a", "b", rounds=2, max_rounds=2)
-    c = stage.joined("c")[0]
-    assert c.notices[-1] == "over"
 
 
 def test_a_restarted_broker_counts_on() -> None:

@@ -1,4 +1,4 @@
-"""Joining, donating, reading and coming back, in the core alone."""
+"""Joining, donating and coming back, in the core alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 
 from diloco_broker.core.events import Received
 from diloco_broker.core.rounds.uploads import first_window, upload_window
-from diloco_broker.core.versions.readers import MAX_OBSERVERS
 from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage, alone
+from kit.core_harness import RUN, Stage, a_config, a_manifest, a_run, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
@@ -199,117 +198,6 @@ def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoi
     assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
 
 
-def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
-    stage = a_stage()
-    stage.joined("a")
-    b = stage.worker("b")
-    b.control, b.bulk = stage.route(), stage.route()
-    b.sends(messages.Join("b", stage.manifest))
-    b.session = b.got(messages.Welcome).session
-    b.pulls()
-    assert not b.chunks
-    b.sends(messages.Credit(8, b.token()), on=b.bulk)
-    assert b.holds() == stage.version()
-
-
-def test_observer_that_waits_gets_the_next_version() -> None:
-    stage, a = alone()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0, after=0, credit=100)))
-    assert eye not in stage.received
-    a.pushes(1)
-    (released,) = stage.inbox[eye]
-    assert isinstance(released, messages.Released) and released.version.counter == 1
-    assert len(stage.received[eye]) == 3
-
-
-def versions_read(stage: Stage, route: bytes) -> list[int]:
-    """Counters of the versions that the chunks are of which came to this reader."""
-    return [chunk.version.counter for chunk, _ in stage.received[route] if chunk.version]
-
-
-def kept(stage: Stage) -> list[int]:
-    return [each.version.counter for each in stage.core.state.versions[0].old]
-
-
-def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released() -> None:
-    """A link that is slower than the rounds would have none otherwise."""
-    stage, a = alone()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0, credit=1)))
-    for number in range(1, 6):
-        a.pushes(number)
-    assert kept(stage) == [0]
-    stage.happens(Received(eye, messages.Credit(8)))
-    assert versions_read(stage, eye) == [0, 0, 0]
-    assert kept(stage) == [], "no reader needs it any more"
-    stage.happens(Received(eye, messages.Pull(0, after=0, credit=8)))
-    assert versions_read(stage, eye)[3:] == [5, 5, 5]
-
-
-def test_reader_that_has_not_begun_is_moved_to_the_newer_version() -> None:
-    stage, a = alone()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0)))
-    a.pushes(1)
-    assert kept(stage) == []
-    stage.happens(Received(eye, messages.Credit(8)))
-    assert versions_read(stage, eye) == [1, 1, 1]
-
-
-def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
-    """Whoever is slower still is moved, until it is their turn."""
-    stage, a = alone()
-    eyes = [stage.route() for _ in range(4)]
-    for number, eye in enumerate(eyes, start=1):
-        stage.happens(Received(eye, messages.Pull(0, credit=1)))
-        a.pushes(number)
-    assert kept(stage) == [0, 1]
-    stage.happens(Received(eyes[0], messages.Credit(8)))
-    assert kept(stage) == [1]
-    stage.core.state.versions.forget(eyes[1])
-    assert kept(stage) == []
-    for eye in eyes[2:]:
-        stage.happens(Received(eye, messages.Credit(1)))
-    a.pushes(5)
-    assert kept(stage) == [4], "both that were moved have begun with it"
-    for eye in eyes[2:]:
-        stage.happens(Received(eye, messages.Credit(8)))
-        assert versions_read(stage, eye)[-3:] == [4, 4, 4]
-
-
-def test_broken_download_resumes_where_it_stopped() -> None:
-    stage, a = alone()
-    a.loses_connection()
-    a.joins()
-    held = bytes([0b011])
-    a.sends(messages.Pull(0, -1, a.token(), held_version=stage.version(), held=held))
-    assert [chunk.index for chunk, _ in a.chunks] == [2]
-
-
-def test_observers_that_are_gone_make_room() -> None:
-    stage, a = alone()
-    for _ in range(MAX_OBSERVERS):
-        route = stage.route()
-        stage.happens(Received(route, messages.Pull(0, credit=8)))
-        stage.gone.add(route)
-    stage.passes(11.0)
-    a.beats()
-    late = stage.route()
-    stage.happens(Received(late, messages.Pull(0, credit=8)))
-    assert len(stage.received[late]) == 3
-
-
-def test_too_many_observers_are_refused() -> None:
-    stage = a_stage()
-    stage.joined("a")
-    routes = [stage.route() for _ in range(MAX_OBSERVERS + 1)]
-    for route in routes:
-        stage.happens(Received(route, messages.Pull(0, after=0)))
-    assert isinstance(stage.inbox[routes[-1]][-1], messages.Error)
-    assert routes[-2] not in stage.inbox
-
-
 def test_manifest_is_open_to_observers() -> None:
     stage = a_stage()
     eye = stage.route()
@@ -342,3 +230,47 @@ def test_window_is_shared_among_many_workers() -> None:
     workers = (0, 1, 2, 4, 8, 16, 32, 500)
     assert [first_window(n) for n in workers] == [6, 6, 6, 4, 2, 2, 2, 2]
     assert [upload_window(n) for n in workers] == [16, 16, 16, 16, 8, 4, 2, 2]
+
+
+# The share of the data that a worker keeps while others come and go.
+
+
+def share(stage: Stage, worker_id: str) -> tuple[int | None, int | None]:
+    welcome = stage.puppets[worker_id].got(messages.Welcome)
+    return welcome.shard, welcome.num_shards
+
+
+def test_workers_get_the_lowest_free_slots_of_as_many_as_the_run_is_planned_for() -> None:
+    stage = a_stage(3)
+    stage.joined("a", "b")
+    assert [share(stage, "a"), share(stage, "b")] == [(0, 3), (1, 3)]
+
+
+def test_a_worker_that_was_away_has_its_own_slot_again() -> None:
+    stage, (a, _) = a_run("a", "b", min_workers=1)
+    a.dies()
+    stage.joined("a")
+    assert share(stage, "a") == (0, 2)
+
+
+def test_a_newcomer_takes_the_slot_of_who_has_been_away_longest() -> None:
+    stage, (a, b, _) = a_run("a", "b", "c", min_workers=1)
+    b.dies()
+    a.dies()
+    stage.joined("d", "e")
+    assert [share(stage, "d"), share(stage, "e")] == [(1, 3), (0, 3)]
+
+
+def test_one_more_than_planned_gets_a_slot_of_its_own_while_all_are_here() -> None:
+    stage, _ = a_run("a", "b")
+    stage.joined("c")
+    assert share(stage, "c") == (2, 3)
+
+
+def test_slots_are_the_same_after_a_restart_whoever_comes_first() -> None:
+    stage, _ = a_run("a", "b", save_dir="run")
+    held = stage.holdings()
+    later = stage.restarted()
+    later.worker("b").comes_with(held)
+    later.worker("a").comes_with(held)
+    assert [share(later, "a"), share(later, "b")] == [(0, 2), (1, 2)]

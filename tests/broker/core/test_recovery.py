@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_broker.core.effects import Revert
+from diloco_broker.core.versions.fragment import TAGS_KEPT, TAGS_SAVED, WholeVersion
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
 from diloco_protocol.version import VersionId
@@ -36,32 +37,23 @@ def test_run_goes_on_at_once_when_all_known_workers_are_back() -> None:
     ] * 2
 
 
-def test_known_worker_that_is_away_is_waited_for_and_no_longer_than_recover_wait() -> None:
-    crashed = a_saved_run("a", "b", rounds=1)
-    stage = crashed.restarted(recover_wait=6.0)
-    stage.passes(3.0)
-    stage.worker("a").comes_with(crashed.holdings())
-    stage.worker("c").joins()
-    stage.passes(2.8)
-    assert stage.state.round is None
-    stage.passes(0.3)
-    assert stage.round.number == 1
-
-
-def test_while_the_run_waits_for_known_workers_it_says_for_whom_and_puts_pushes_off() -> None:
+def test_known_worker_that_is_away_is_named_and_waited_for_no_longer_than_recover_wait() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
     stage = crashed.restarted(recover_wait=6.0)
     stage.passes(0.5)
     assert stage.shown()["waiting_for"].endswith(": a; b")
     a = stage.worker("a").comes_with(crashed.holdings())
+    stage.worker("c").joins()
     assert stage.shown()["waiting_for"].endswith(": b")
     a.base = crashed.version()
     a.begins(11)
     assert a.error().retry
     assert stage.shown()["totals"]["rejected"] == 0, "'not now' is not a refusal"
-    stage.passes(5.6)
-    a.pushes(11)
+    stage.passes(5.3)
+    assert stage.state.round is None
+    stage.passes(0.3)
     assert stage.round.number == 1
+    a.pushes(11)
 
 
 def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
@@ -380,3 +372,68 @@ def test_run_that_lost_a_worker_and_its_broker_goes_on_with_those_that_are_left(
     for place, puppet in enumerate((a, b), start=1):
         puppet.pushes(place, base=VersionId(RUN, 12, 5_012))
     assert stage.version().counter == 13
+
+
+# Branches: rounds that a worker has and its broker has not are named.
+
+
+def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal() -> None:
+    """Killed before a save; the broker makes the round again without the one that had it."""
+    crashed = a_saved_run("a", "b", rounds=2)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=5.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(5.1)
+    a.pushes(21)
+    stage.passes(5.1)
+    b_held, ours = theirs[0], stage.version()
+    assert b_held is not None
+    assert (b_held.version.counter, ours.counter) == (3, 3)
+    stage.worker("b").comes_with(theirs)
+    assert len(stage.said("b holds", "branch", str(b_held.version), str(ours))) == 1
+
+
+def test_branch_that_the_broker_has_left_behind_is_named_in_this_life_and_the_next() -> None:
+    crashed = a_saved_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    for number in range(3):
+        stage.passes(0.2)
+        a.pushes(20 + number, base=stage.version())
+    assert stage.version().counter == 4
+    again = stage.restarted()
+    again.worker("a").comes_with(stage.holdings())
+    again.passes(0.2)
+    again.worker("c").comes_with(crashed.holdings())
+    assert not again.said("branch"), "c is merely behind"
+    for life in (stage, again):
+        life.worker("b").comes_with(theirs)
+        assert len(life.said("b holds", "version 2#")) == 1
+
+
+def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
+    crashed = a_saved_run("a", "b", rounds=2)
+    of_a = ahead(crashed.holdings(), f0=1)
+    held = of_a[0]
+    assert held is not None
+    of_b = (replace(held, version=VersionId(held.version.run, 3, 77)), None)
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(of_a)
+    stage.worker("b").comes_with(of_b)
+    a.donates()
+    assert stage.version() == held.version
+    named = stage.said("another branch")
+    assert len(named) == 1
+    assert named[0].startswith(f"b holds version {of_b[0].version}")
+
+
+def test_names_of_versions_are_remembered_up_to_a_bound() -> None:
+    stage = a_saved_run("a", rounds=1)
+    each = stage.state.versions[0]
+    run = stage.version().run
+    for counter in range(2, TAGS_KEPT + 100):
+        record = replace(each.record, version=VersionId(run, counter, counter))
+        each.set_current(WholeVersion(record, each.wires))
+    assert len(each.tags) == TAGS_KEPT and max(each.tags) == TAGS_KEPT + 99
+    assert list(each.newest_tags()) == list(each.tags)[-TAGS_SAVED:]

@@ -9,7 +9,6 @@ import pytest
 from diloco_broker.core.events import OuterGroups, Stop, Surroundings
 from diloco_broker.core.rounds.round import Phase
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.messages import Notice
 from kit.core_harness import Puppet, Stage, a_run, a_stage
 
 
@@ -223,25 +222,17 @@ def test_pausing_and_resuming_twice_changes_nothing() -> None:
 @pytest.mark.parametrize("restarting", [False, True])
 def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restarting: bool) -> None:
     stage, (a,) = a_run("a")
-    result = stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {}))
-    assert result.ok
+    what = "restarting" if restarting else "shutdown"
+    assert stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {})).ok
     (end,) = stage.ends
     assert "ann@desk" in end.reason and end.restarting is restarting
     assert stage.acts[-1].what == ("restart" if restarting else "shutdown")
-    notices = {"shutdown", "restarting"}
-    assert not [n for n in a.all(Notice) if n.what in notices], "the loop stops in its own way"
-
-
-@pytest.mark.parametrize("restarting", [False, True])
-def test_workers_are_told_whether_the_broker_is_coming_back(restarting: bool) -> None:
-    stage, (a,) = a_run("a")
-    stage.happens(Stop("it received SIGTERM", restarting))
-    assert a.got(Notice).what == ("restarting" if restarting else "shutdown")
-    late = stage.worker("b").joins()
-    assert (late.error().code, late.error().retry) == ("stopping", True)
+    assert what not in a.notices, "the loop stops in its own way"
+    stage.happens(Stop(end.reason, restarting))
+    assert a.notices[-1] == what
     assert stage.asks("shutdown", restarting=restarting).ok
     assert not stage.asks("shutdown", restarting=not restarting).ok
-    assert not stage.ends
+    assert stage.ends == [end]
 
 
 @pytest.mark.parametrize("odd", [1, "yes", None, [True]])

@@ -155,9 +155,6 @@ def site() -> Site:
     return Site()
 
 
-# Messages of workers.
-
-
 def test_what_a_worker_says_goes_up_as_it_is_and_the_answer_comes_back(site: Site) -> None:
     join = messages.Join("a")
     site.says(route("a"), join)
@@ -258,9 +255,6 @@ def test_only_a_relay_can_speak_for_others(site: Site) -> None:
     assert not site.did
 
 
-# Chunks that are held, and sums.
-
-
 def test_sum_is_of_the_chunks_that_were_asked_for(site: Site) -> None:
     for name in "abc":
         site.offers(name)
@@ -311,7 +305,7 @@ def test_chunk_that_is_not_finite_is_told_and_not_held(site: Site) -> None:
         pytest.param({}, 0, 100_000, "fp16", id="too large for fp16"),
     ],
 )
-def test_chunk_that_cannot_be_in_a_sum_goes_on(
+def test_chunk_that_fits_no_sum_goes_on(
     offer: Any, index: int, value: int, wire_dtype: str | None
 ) -> None:
     site = Site(wire_dtype)
@@ -355,9 +349,6 @@ def test_chunks_are_forgotten_when_the_hub_says_so(site: Site) -> None:
     assert site.answer()[0].numbers == ()
     site.collects(2, (second, 1.0), index=1)
     assert site.answer()[0].numbers == (second,)
-
-
-# Relays behind it.
 
 
 @pytest.mark.parametrize(("found", "weight"), [((4, 6), 2.5), ((6,), 0.5)], ids=["all", "some"])
@@ -445,9 +436,6 @@ def test_connection_with_a_token_that_was_not_given_is_ended(site: Site) -> None
     assert site.only(Close) == [Close(route("x"))]
 
 
-# Versions.
-
-
 def chunk_of(counter: int, index: int = 0) -> messages.Chunk:
     return messages.Chunk(0, index, version=VersionId(RUN, counter, 1))
 
@@ -467,9 +455,6 @@ def test_chunk_of_a_version_goes_to_a_relay_behind_this_one_once(site: Site) -> 
         payload = None if number else b"values"
         site.hub(chunk_of(3), payload, to=way(route("deep+"), route(worker)), bulk=True)
         assert [each.payload for each in site.only(SendDown)] == [payload]
-
-
-# The hub is gone.
 
 
 def test_hub_that_is_silent_is_given_up_with_all_that_came_on_its_connections(site: Site) -> None:

@@ -38,9 +38,6 @@ def standings(worker: Puppet, push_id: int) -> list[Standing]:
     return [grant.standing for grant in worker.all(Grant) if grant.push_id == push_id]
 
 
-# Versions and staleness.
-
-
 def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_after() -> None:
     stage, (a, _) = a_run("a", "b")
     a.pulls(after=0)
@@ -126,9 +123,6 @@ def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent
     assert not list(stage.state.submissions)
 
 
-# Slots.
-
-
 def test_slots_are_handed_out_in_the_order_of_asking_and_the_dead_are_passed_over() -> None:
     _, puppets = a_run("a", "b", "c", "d", "e", staging_slots=2)
     a, b, c, d, e = puppets
@@ -168,17 +162,6 @@ def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
     assert who(stage) == ["a"]
 
 
-def test_submission_waits_while_another_is_being_applied() -> None:
-    stage, _ = a_run("a", "b")
-    stage.by_hand = True
-    stage.pushes(a=1, b=2)
-    stage.work(3 + 3)  # all chunks of both are looked at
-    assert stage.version().counter == 0
-    stage.work()
-    assert who(stage) == ["a", "b"]
-    assert stage.version().counter == 2
-
-
 def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
     stage, (a, b) = a_run("a", "b", staging_slots=1)
     a.begins(1)
@@ -204,9 +187,6 @@ def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
     stage.by_hand = False
     a.completes(8)
     assert who(stage) == ["b", "a"]
-
-
-# Grace windows.
 
 
 def test_grace_window_applies_together_what_is_whole_within_it() -> None:
@@ -235,9 +215,6 @@ def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None
     assert (a.got(Grant).push_id, a.got(Grant).standing) == (49, Standing.NEW)
 
 
-# Who takes part, and with what.
-
-
 def test_asynchronous_run_never_waits_for_workers() -> None:
     stage, _ = a_run("a", "b")
     assert not stage.state.below_floor
@@ -252,7 +229,7 @@ def test_asynchronous_run_never_waits_for_workers() -> None:
         *(("fragment_sync_delay", "auto", 0), ("fragment_sync_delay", 2, "auto")),
     ],
 )
-def test_worker_that_asks_for_what_the_run_has_not_is_refused(
+def test_worker_that_wants_other_options_is_refused(
     option: str, runs: object, asked: object
 ) -> None:
     options: dict[str, Any] = {"num_fragments": 2, "sync_every": 10, option: runs}
@@ -271,9 +248,6 @@ def test_fragments_are_applied_in_any_order_and_a_joiner_is_told_with_which_to_b
     b.pushes(3, fragment=1)
     assert stage.counters == [1, 2]
     assert stage.round.number == 3
-
-
-# Dynamic Local Updates.
 
 
 def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
@@ -305,9 +279,6 @@ def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
     for _ in range(3):
         absurd = average_speed(absurd, 1.0)
     assert absurd is not None and absurd < 1.1, "one odd report is soon forgotten"
-
-
-# What the log says.
 
 
 def test_hundreds_of_versions_a_minute_have_a_line_a_second() -> None:

@@ -32,9 +32,6 @@ def with_a_file(workers: int = 1, *, by_hand: bool = False, bind: str = KNOWN) -
     return Stage(config, layered(1, 2), by_hand, initial=InitialModel({"layers.0.weight": (8,)}))
 
 
-# Workers that may be on their way.
-
-
 @pytest.mark.parametrize("has_file", [False, True])
 def test_newcomer_does_not_wipe_a_run_whose_worker_is_on_its_way(has_file: bool) -> None:
     stage = with_a_file() if has_file else a_broker()
@@ -84,7 +81,7 @@ def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -
 
 
 @pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)
-def test_run_begins_at_once_where_nobody_is_given_time_or_can_be_on_the_way(
+def test_run_begins_at_once_where_nobody_can_be_on_the_way(
     options: dict[str, Any],
 ) -> None:
     stage = a_broker(**options)
@@ -135,9 +132,6 @@ def test_feed_names_whom_the_first_parameters_come_from() -> None:
     assert "gpu-0" in stage.shown()["waiting_for"]
 
 
-# Seed workers that take long.
-
-
 def test_seed_worker_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
@@ -170,9 +164,7 @@ def test_seed_workers_that_are_all_slow_are_asked_again_with_more_patience() -> 
     assert stage.version().counter == 0
 
 
-def test_seed_worker_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_again() -> (
-    None
-):
+def test_seed_worker_with_values_that_are_not_finite_is_asked_again_once_it_rejoins() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     a.donates(is_finite=False)

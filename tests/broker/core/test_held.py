@@ -174,18 +174,18 @@ DEADLINES = (
 # Of single workers: their heartbeats and connections go on while the run is held by other means.
 
 
-def silence(_: Hold) -> Deadline:
+def silence(_hold: Hold) -> Deadline:
     stage, _ = a_run("a", heartbeat_timeout=30.0)
     return stage, lambda: "a" not in stage.here, 30.0
 
 
-def broken_connection(_: Hold) -> Deadline:
+def broken_connection(_hold: Hold) -> Deadline:
     stage, (a, _) = a_run("a", "b", disconnect_grace=20.0)
     a.loses_connection()
     return stage, lambda: "a" not in stage.here, 20.0
 
 
-def training_loop_that_hangs(_: Hold) -> Deadline:
+def training_loop_that_hangs(_hold: Hold) -> Deadline:
     stage, _ = a_run("a", "b", stall_timeout=60.0)
     beating = Beating(stage)
     for name in "ab":
@@ -199,7 +199,7 @@ def training_loop_that_hangs(_: Hold) -> Deadline:
     return stage, has_stalled, 60.0
 
 
-def workers_of_the_run_before(_: Hold) -> Deadline:
+def workers_of_the_run_before(_hold: Hold) -> Deadline:
     crashed = a_saved_run("a", "b", rounds=1)
     stage = crashed.restarted(recover_wait=20.0)
     stage.passes(20.1)
@@ -208,7 +208,7 @@ def workers_of_the_run_before(_: Hold) -> Deadline:
     return stage, lambda: stage.version().counter == 2, 20.0
 
 
-def answer_of_a_worker_whose_name_another_one_wants(_: Hold) -> Deadline:
+def answer_of_a_worker_whose_name_another_one_wants(_hold: Hold) -> Deadline:
     stage, (a,) = a_run("a", heartbeat_timeout=0.0)
     route = stage.route()
     stage.happens(Received(route, Join("a", stage.manifest)))
@@ -240,7 +240,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("deadline", "hold"), CASES, ids=[f"{d.__name__}-{type(h).__name__}" for d, h in CASES]
 )
-def test_deadlines_stand_still_while_the_run_is_held(
+def test_deadlines_stand_still_while_a_run_is_held(
     deadline: Callable[[Hold], Deadline], hold: Hold
 ) -> None:
     for short_of_it in (2.0, -2.0):
@@ -286,7 +286,7 @@ def test_a_worker_that_dies_while_the_run_is_held_is_not_waited_for_afterwards(h
 
 
 @pytest.mark.parametrize("heartbeat_timeout", [120.0, 2.0, 0.0])
-def test_round_does_not_close_without_those_whose_connections_broke_meanwhile(
+def test_round_waits_for_those_whose_connections_broke_meanwhile(
     heartbeat_timeout: float,
 ) -> None:
     """They notice the silence, open new connections, and may wait 2 s between two attempts."""
@@ -327,7 +327,7 @@ def test_worker_that_died_meanwhile_is_not_waited_for_longer_than_a_return_takes
 
 
 @pytest.mark.parametrize("has_own_optimizer", [False, True])
-def test_long_step_of_a_torch_optimizer_is_named_where_it_can_be_the_cause(
+def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(
     has_own_optimizer: bool,
 ) -> None:
     stage, _ = a_run("a")

@@ -84,11 +84,7 @@ def test_chunks_wait_for_their_lane_in_whatever_order_the_lanes_come(order: list
     for index in order:
         made.binds(index)
         made.stage.core.check_invariants()
-    assert [made.came(index) for index in range(3)] == [
-        [0, 3, 6, 9],
-        [1, 4, 7, 10],
-        [2, 5, 8, 11],
-    ]
+    assert [made.came(index) for index in range(3)] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def test_credit_that_overtakes_the_first_lane_counts() -> None:
@@ -109,23 +105,6 @@ def test_no_lane_is_believed_more_credit_than_its_part() -> None:
     (reader,) = [r for r in made.stage.state.versions.readers.values() if len(r.lanes) == 8]
     assert {lane.credit for lane in reader.lanes.values()} == {lane_credit(8)}
     assert 8 * lane_credit(8) == MAX_READER_CREDIT
-
-
-def test_chunks_of_one_push_over_all_lanes_count_once() -> None:
-    made, a = group(3)
-    made.binds_all()
-    made.puppet.pulls()
-    version = made.stage.version(0)
-    grant = made.puppet.offers(7)
-    assert grant.standing is messages.Standing.NEW
-    for index in (2, 0, 1):
-        for chunk in made.share(index):
-            made.delivers(index, [chunk])
-    made.puppet.commits()
-    a.pushes(1)  # the group itself is expected from the next round on
-    assert made.stage.version(0).counter == version.counter + 1
-    assert made.stage.ledger.names_whole("g", 7)
-    made.stage.core.check_invariants()
 
 
 def test_credit_of_a_push_is_that_of_each_lane_and_comes_back_to_it() -> None:
@@ -179,15 +158,7 @@ def test_lanes_keep_no_worker_alive_whose_control_connection_is_gone() -> None:
     assert any(isinstance(m, Rejoin) for m in made.stage.inbox[made.lanes[1]])
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [
-        None,
-        (b"\xff" * 9, b""),
-        (b"",),
-        (b"",) * 3,
-    ],
-)
+@pytest.mark.parametrize("shares", [None, (b"\xff" * 9, b""), (b"",), (b"",) * 3])
 def test_lane_that_does_not_fit_costs_its_sender_an_error(shares: tuple[bytes, ...] | None) -> None:
     made, _ = group(2)
     made.lanes.append(made.stage.route())

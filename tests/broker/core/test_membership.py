@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Received
 from diloco_broker.core.rounds.uploads import first_window, upload_window
 from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import RUN, Stage, a_config, a_manifest, a_run, a_stage, alone
+from kit.core_harness import RUN, Stage, a_config, a_manifest, a_run, a_stage, alone, layered
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
@@ -52,7 +51,7 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
         {"wire_dtype": "bf16"},
     ],
 )
-def test_donation_that_is_unsound_is_refused_and_another_worker_asked(
+def test_unsound_donation_is_refused_and_another_worker_asked(
     fields: dict[str, Any],
 ) -> None:
     stage = a_stage(workers=1)
@@ -190,40 +189,30 @@ def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     assert stage.row("a").items() >= told.items()
 
 
-def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoin() -> None:
-    stage = a_stage()
-    (a,) = stage.joined("a")
-    elsewhere = stage.route()
-    a.sends(messages.Heartbeat(a.token(), 1), on=elsewhere)
-    assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
+def test_message_of_no_session_or_on_another_connection_than_its_own_only_gets_rejoin() -> None:
+    stage, a = alone()
+    for session in (a.token(), b"x" * 16):
+        for message in (
+            messages.Heartbeat(session, 1),
+            messages.Push(session, 1, 0, 3, "fp32", a.base),
+        ):
+            elsewhere = stage.route()
+            a.sends(message, on=elsewhere)
+            assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
+    assert not stage.round.contributions
 
 
-def test_manifest_is_open_to_observers() -> None:
-    stage = a_stage()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Control("manifest", 4)))
-    early = stage.inbox[eye][-1]
-    assert isinstance(early, messages.Result) and (early.request, early.ok) == (4, False)
-    stage.joined("a")
-    stage.happens(Received(eye, messages.Control("manifest", 5)))
-    result = stage.inbox[eye][-1]
-    assert isinstance(result, messages.Result)
-    assert result.data["manifest"]["entries"][0]["name"] == "weight"
+NESTED: Any = 1
+for _ in range(900):
+    NESTED = (NESTED,)
 
 
-@pytest.mark.parametrize("field", ["extra", "wants"])
-def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
-    nested: Any = 1
-    for _ in range(900):
-        nested = (nested,)
-    stage = a_stage()
-    a = stage.worker("a").joins(**{field: {"x": nested}})
-    assert field in a.error().text
-
-
-def test_extra_that_would_swamp_the_displays_is_refused() -> None:
-    a = a_stage().worker("a").joins(extra={"x": "y" * 5000})
-    assert a.last(messages.Welcome) is None and a.error()
+@pytest.mark.parametrize(
+    ("field", "value"), [("extra", NESTED), ("wants", NESTED), ("extra", "y" * 5000)]
+)
+def test_values_that_displays_cannot_show_are_refused(field: str, value: Any) -> None:
+    a = a_stage().worker("a").joins(**{field: {"x": value}})
+    assert a.last(messages.Welcome) is None and field in a.error().text
 
 
 def test_window_is_shared_among_many_workers() -> None:
@@ -274,3 +263,66 @@ def test_slots_are_the_same_after_a_restart_whoever_comes_first() -> None:
     later.worker("b").comes_with(held)
     later.worker("a").comes_with(held)
     assert [share(later, "a"), share(later, "b")] == [(0, 2), (1, 2)]
+
+
+# What a worker may have for itself, and what it is refused.
+
+
+def steps_shown(stage: Stage) -> dict[str, int]:
+    """H of each worker, as displays show it."""
+    return {worker["id"]: worker["sync_every"] for worker in stage.shown()["workers"]}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_worker_may_have_a_smaller_h_of_its_own(mode: str) -> None:
+    fields: dict[str, Any] = {"num_fragments": 2, "fragment_sync_delay": 3}
+    stage = a_stage(workers=2, mode=mode, sync_every=100, **fields)
+    a = stage.worker("a").joins(wants={"sync_every": 8})
+    assert a.last(messages.Welcome) is not None
+    stage.worker("b").joins()
+    assert steps_shown(stage) == {"a": 8, "b": 100}
+    c = stage.worker("c").joins(wants={"sync_every": 7})
+    assert c.error().code == "config_differs"
+
+
+def test_larger_h_is_refused_where_the_others_would_wait() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    a = stage.worker("a").joins(wants={"sync_every": 101})
+    assert a.error().code == "config_differs"
+    assert "101" in a.error().text and "100" in a.error().text
+    free = a_stage(workers=2, mode="async", sync_every=100)
+    assert free.worker("a").joins(wants={"sync_every": 101}).last(messages.Welcome) is not None
+    assert steps_shown(free) == {"a": 101}
+
+
+@pytest.mark.parametrize("asked", [0, -1, 2.5, True, "8", 1e300, 2**62])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_h_that_is_no_number_of_steps_is_refused(mode: str, asked: Any) -> None:
+    stage = a_stage(workers=2, mode=mode, sync_every=100)
+    assert stage.worker("a").joins(wants={"sync_every": asked}).error().code == "config_differs"
+
+
+def test_shorter_cycle_that_counts_like_a_whole_one_gets_a_word() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    a = stage.worker("a").joins(wants={"sync_every": 40})
+    (said,) = stage.said("--weight-by")
+    assert "40" in said and "100" in said
+    a.loses_connection()
+    a.joins(wants={"sync_every": 40}, session=a.session)
+    assert len(stage.said("--weight-by")) == 1
+    weighed = a_stage(workers=2, sync_every=100, weight_by="tokens")
+    weighed.worker("a").joins(wants={"sync_every": 40})
+    assert not weighed.said("--weight-by")
+
+
+def test_names_of_wrappers_make_no_other_model() -> None:
+    """A run whose first workers were of an earlier release, which kept them, goes on with newer ones."""
+    plain = layered(2)
+    named = [replace(each, name=f"module.{each.name}") for each in plain.entries]
+    stage = a_stage(workers=2)
+    assert (
+        stage.worker("a").joins(manifest=Manifest(tuple(named))).last(messages.Welcome) is not None
+    )
+    assert stage.worker("b").joins(manifest=plain).last(messages.Welcome) is not None
+    other = Manifest(tuple(reversed(plain.entries)))
+    assert stage.worker("c").joins(manifest=other).error().code == "model_differs"

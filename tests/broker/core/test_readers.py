@@ -117,9 +117,6 @@ def test_reader_that_waited_for_long_has_its_time_once_its_credit_is_used_up() -
     assert route in stage.gone
 
 
-# Which version a reader gets.
-
-
 @pytest.mark.parametrize("credit", [1, 0], ids=["begun", "not begun"])
 def test_reader_gets_the_version_that_it_has_begun_and_else_the_newest(credit: int) -> None:
     """A link that is slower than the rounds would have none otherwise."""

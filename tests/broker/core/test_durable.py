@@ -11,12 +11,7 @@ from diloco_broker.core.events import Stop
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.messages import Grant, Notice, Released, Standing, Welcome
 from kit.core_harness import Puppet, Stage, a_round, a_stage
-
-MODES: dict[str, dict[str, Any]] = {
-    "streaming": {},
-    "staged": {"deterministic": True},
-    "async": {"mode": "async"},
-}
+from kit.restarts import MODES
 
 
 def a_run(mode: str = "streaming", **options: Any) -> tuple[Stage, Puppet, Puppet]:
@@ -128,17 +123,6 @@ def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
     stage.is_saved()
     assert released(a) == [0, 1]
     assert stage.finishes == [Finish(None)]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_run_that_is_not_durable_never_waits_for_its_checkpoints(mode: str) -> None:
-    stage, a, _ = a_run(mode)
-    a.pulls(after=0)
-    stage.pushes(a=1, b=2)
-    assert released(a) == [0, 1]
-    last = 2 if mode == "async" else 1
-    assert stage.version().counter == last
-    assert stage.saves == list(range(last + 1))
 
 
 def test_failure_is_said_once_and_so_is_its_end() -> None:

@@ -104,8 +104,7 @@ def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments: dict[str, 
 
 def test_setting_what_is_set_already_is_no_action() -> None:
     stage, _ = a_run("a")
-    result = stage.asks("set", outer_lr=0.7)
-    assert result.ok
+    assert stage.asks("set", outer_lr=0.7).ok
     assert not stage.acts
 
 
@@ -117,8 +116,7 @@ def test_schedules_are_set_like_any_setting_and_count_from_the_beginning_of_the_
     assert (before["gradients"], before["lr"]) == (3, 0.7)
     assert before["momentum"] == pytest.approx(0.5 + 0.4 * 3 / 200), "the usual warm-up"
     texts = {"outer_lr_schedule": "linear:6:0.5", "outer_momentum_warmup": "linear:6"}
-    result = stage.asks("set", **texts, outer_momentum=0.8)
-    assert result.ok
+    assert stage.asks("set", **texts, outer_momentum=0.8).ok
     assert stage.tensors.tunes[-1].outer_schedule.factor(6) == 0.5
     shown = stage.shown()
     assert (shown["outer"]["lr"], shown["outer"]["momentum"]) == (0.7, 0.8), "as they were given"
@@ -192,8 +190,7 @@ def test_workers_of_an_asynchronous_run_do_not_change_the_size_of_a_buffer() -> 
 def test_paused_run_makes_no_version_and_loses_nothing(options: dict[str, Any]) -> None:
     stage, _ = a_run("a", "b", **options)
     before = stage.version().counter
-    result = stage.asks("pause")
-    assert result.ok
+    assert stage.asks("pause").ok
     stage.pushes(a=11, b=12)
     stage.passes(60.0)
     assert stage.version().counter == before

@@ -169,7 +169,6 @@ def test_units_that_two_pushes_of_a_worker_name_count_with_the_first() -> None:
     b.begins(3)
     b.completes()
     assert a.stage.state.data.sets[NAME].counted == 3, "two of these, and one of b"
-    a.stage.core.check_invariants()
 
 
 def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.app import app
 from diloco_broker.cli.serve import serve
 from diloco_broker.shell.process_memory import keep_what_is_there
+from diloco_broker.storage import checkpoint
 from diloco_protocol.errors import UsageError
+from kit.checkpoints import RUN, a_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +148,50 @@ def test_collector_passes_over_what_was_there_when_serving_begins() -> None:
         assert len(gc.get_objects()) < 10_000 < gc.get_freeze_count()
     finally:
         gc.unfreeze()
+
+
+# `inspect`: which checkpoints there are, whether they are sound, what they hold.
+
+
+def inspected(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in (4, 5):
+        checkpoint.save(tmp_path, a_checkpoint(number), keep=3)
+    return tmp_path
+
+
+def damage_the_newest(folder: Path) -> None:
+    file = next(checkpoint.at(folder)[0].glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_bit_that_has_flipped_is_found_unless_the_files_are_trusted(folder: Path) -> None:
+    damage_the_newest(folder)
+    result = inspected(folder)
+    assert result.exit_code == 1
+    damaged, sound = result.output.splitlines()[2:4]
+    assert "DAMAGED" in damaged and "before round 4" in sound
+    assert "versions    4, 5" in result.output, "what is told of the run is from the sound one"
+    assert inspected(folder, "--quick").exit_code == 0
+
+
+def test_programs_get_one_object(folder: Path) -> None:
+    damage_the_newest(folder)
+    result = inspected(folder, "--json")
+    assert result.exit_code == 1
+    newest, older = json.loads(result.output)["checkpoints"]
+    assert not newest["sound"] and newest["problem"]
+    expected = {"run": RUN, "round": 4, "parameters": 22, "tensors": 5, "versions": [4, 5]}
+    assert {name: older[name] for name in expected} == expected
+
+
+def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
+    result = inspected(tmp_path)
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.output

@@ -131,9 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "wrong"), REFUSED, ids=lambda value: str(value)[:60])
-def test_bad_configuration_is_refused_with_one_sentence(
-    options: dict[str, Any], wrong: str
-) -> None:
+def test_bad_configuration_is_refused_in_a_sentence(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(UsageError) as caught:
         BrokerConfig(**options)
     assert str(caught.value).startswith(f"{wrong} is "), "the option and its value come first"
@@ -200,7 +198,7 @@ def test_defaults_follow_the_mode() -> None:
     ],
     ids=str,
 )
-def test_fragments_overlap_with_training_unless_a_number_is_given(
+def test_fragments_overlap_unless_a_number_is_given(
     options: dict[str, Any], delay: int | str
 ) -> None:
     config = BrokerConfig(sync_every=40, **options)
@@ -224,7 +222,7 @@ def test_fragments_overlap_with_training_unless_a_number_is_given(
     ],
     ids=str,
 )
-def test_training_waits_for_a_reply_after_the_distance_to_the_next_slot(
+def test_longest_delay_is_the_distance_to_the_next_slot(
     options: dict[str, Any], longest: int
 ) -> None:
     assert BrokerConfig(sync_every=40, **options).longest_delay == longest
@@ -243,7 +241,7 @@ def test_training_waits_for_a_reply_after_the_distance_to_the_next_slot(
         ({"max_delta_norm": 2.0, "mode": "async"}, "--mode async"),
     ],
 )
-def test_whole_submissions_are_kept_only_where_an_option_needs_them(
+def test_whole_submissions_are_kept_where_an_option_needs_them(
     options: dict[str, Any], why: str
 ) -> None:
     config = BrokerConfig(**options)

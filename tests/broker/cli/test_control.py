@@ -126,37 +126,6 @@ def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> No
     assert [change["after"] for change in said[0].data["changes"]] == [0.25, 0.5]
 
 
-def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:
-    """Every bit is that of a run that was never paused."""
-    is_paused = threading.Event()
-    options: dict[str, Any] = {"workers": 2, "sync_every": 4, "deterministic": True}
-    broker = Broker(make_config(**options))
-
-    def pause(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        if step == 6 and worker == 0:
-            with Operator(broker.address) as operator:
-                assert operator.ask("pause").ok
-            is_paused.set()
-
-    def watch() -> None:
-        assert is_paused.wait(PATIENCE_S)
-        with Operator(broker.address) as operator:
-            until(lambda: operator.ask("status").data["counts"]["participating"] == 2)
-            before, after = (operator.ask("status").data for _ in range(2))
-            assert before["state"] == after["state"] == "paused"
-            assert before["round"]["number"] == after["round"]["number"]
-            assert operator.ask("resume").ok
-
-    with broker:
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        got = run(broker, trainees(2), 20, before=pause)
-        watcher.join(PATIENCE_S)
-    assert_same(got, streaming(trainees(2), 20, Plan(4, strided(1))))
-    with Broker(make_config(**options)) as calm:
-        assert_same(got, run(calm, trainees(2), 20), exact=True)
-
-
 def test_every_action_is_in_the_log_of_actions_and_in_the_history(broker: Broker) -> None:
     with Operator(broker.address, who="ann@desk") as operator:
         operator.ask("set", outer_lr=0.5, workers=3)
@@ -230,7 +199,7 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_done_is_one_line_and_an_exit_code(
+def test_refused_command_is_one_line_and_an_exit_code(
     broker: Broker, words: list[str], code: int
 ) -> None:
     got, said = invoke(broker, *words)
@@ -247,13 +216,6 @@ def test_status_that_is_refused_is_no_status(
     monkeypatch.setattr(Operator, "ask", lambda *_, **__: Result(1, False, "another version"))
     code, said = invoke(broker, *words)
     assert (code, "another version" in said) == (1, True)
-
-
-def test_programs_get_json_also_when_nobody_answers() -> None:
-    words = ["pause", "--json", "--address", a_free_address(), "--timeout", "0.2"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2
-    assert json.loads(result.stdout)["ok"] is False
 
 
 def test_start_with_fewer_rounds_than_the_run_has_made_says_that_it_ends(
@@ -277,10 +239,12 @@ def test_start_with_fewer_rounds_than_the_run_has_made_says_that_it_ends(
 @pytest.mark.parametrize("command", ["status", "save", "pause", "resume", "save-all"])
 def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> None:
     address = a_free_address()
-    result = CliRunner().invoke(app, [command, "--address", address, "--timeout", "0.2"])
-    assert result.exit_code == 2
+    words = [command, "--address", address, "--timeout", "0.2"]
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
     assert address in result.output
-    assert result.output.count("\n") == 1
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["ok"]) == (2, False)
 
 
 def test_misspelt_name_is_named() -> None:

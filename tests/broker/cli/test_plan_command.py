@@ -48,9 +48,6 @@ def llama_state(vocabulary: int = 40) -> dict[str, Tensor]:
     return {**state, "lm_head.weight": torch.zeros(vocabulary, WIDTH)}
 
 
-# The view.
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pattern: str) -> None:
@@ -67,9 +64,6 @@ def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pa
         assert each.due == slots(every, pieces)[each.fragment]
     assert sum(each.elements for each in view.fragments) == manifest.trainable_elements
     assert 1 <= view.imbalance <= pieces
-
-
-# Model files.
 
 
 def test_every_kind_of_model_file_gives_the_same_plan(tmp_path: Path) -> None:
@@ -99,7 +93,7 @@ def test_every_kind_of_model_file_gives_the_same_plan(tmp_path: Path) -> None:
         assert fragments(name) == wanted, name
 
 
-def test_tied_weights_count_once_and_buffers_and_frozen_ones_are_not_trained(
+def test_tied_weights_count_once_and_buffers_and_frozen_ones_do_not(
     tmp_path: Path,
 ) -> None:
     state = llama_state()
@@ -133,23 +127,7 @@ def test_only_the_header_of_a_file_is_read(tmp_path: Path) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("every", [500, 10**6])
-@pytest.mark.parametrize("options", [(), ("--fragment-pattern", "balanced")])
-@pytest.mark.parametrize("pieces", [1, 4, 12])
-def test_table_fits_80_columns(
-    tmp_path: Path, pieces: int, options: tuple[str, ...], every: int
-) -> None:
-    torch.save(llama_state(10**4), tmp_path / "model.pt")
-    shown = planned(
-        tmp_path / "model.pt", "--num-fragments", pieces, "--sync-every", every, *options
-    )
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [line.split() for line in lines if line[:8].strip().isdigit() and "%" in line]
-    assert [row[0] for row in rows] == [str(number) for number in range(pieces)]
-
-
-def test_uneven_split_is_told_which_pattern_is_better_and_how_many_fragments_make_sense(
+def test_uneven_split_is_told_a_better_pattern_and_number_of_fragments(
     tmp_path: Path,
 ) -> None:
     torch.save(llama_state(vocabulary=300), tmp_path / "model.pt")
@@ -159,6 +137,12 @@ def test_uneven_split_is_told_which_pattern_is_better_and_how_many_fragments_mak
     assert "contiguous" in advice and "1.81" in advice and "3" in advice
     even = as_json(tmp_path / "model.pt", "--num-fragments", 2, "--fragment-pattern", "balanced")
     assert even["imbalance"] < 1.01
+    for options in ((12, "--fragment-pattern", "balanced"), (1,), (12,)):
+        words = ("--num-fragments", *options, "--sync-every", 10**6)
+        lines = planned(tmp_path / "model.pt", *words).splitlines()
+        assert max(map(len, lines)) <= 80
+        rows = [line.split() for line in lines if line[:8].strip().isdigit() and "%" in line]
+        assert [row[0] for row in rows] == [str(number) for number in range(options[0])]
 
 
 def test_split_of_ones_own_is_shown(tmp_path: Path) -> None:
@@ -200,9 +184,6 @@ def test_what_cannot_be_planned_is_one_line_and_exit_2(
     Path("s.json").write_text('{"*": 0}')
     shown = planned(*arguments, code=2)
     assert shown.count("\n") == 1, shown
-
-
-# Runs.
 
 
 def test_plan_of_a_run_is_shown_from_its_broker_and_from_its_checkpoints(tmp_path: Path) -> None:

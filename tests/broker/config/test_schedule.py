@@ -28,9 +28,7 @@ def by_torch(make: Any, lr: float, rounds: int) -> list[float]:
 
 @pytest.mark.parametrize("rounds", [1, 2, 7, 30])
 @pytest.mark.parametrize("final", [1.0, 0.25, 0.001])
-def test_learning_rate_falls_as_torch_s_schedulers_have_it_and_stays_there(
-    rounds: int, final: float
-) -> None:
+def test_learning_rate_falls_as_in_torch_s_schedulers_and_stays(rounds: int, final: float) -> None:
     eta, beyond = 0.7, 3
     shapes = {
         "linear": lambda o: lr_scheduler.LinearLR(o, 1.0, final, total_iters=rounds),
@@ -45,9 +43,7 @@ def test_learning_rate_falls_as_torch_s_schedulers_have_it_and_stays_there(
 
 @pytest.mark.parametrize("rounds", [1, 2, 7, 30])
 @pytest.mark.parametrize("start", [0.1, 0.5])
-def test_momentum_rises_as_torch_s_schedulers_have_it_and_stays_there(
-    rounds: int, start: float
-) -> None:
+def test_momentum_rises_as_in_torch_s_schedulers_and_stays(rounds: int, start: float) -> None:
     mu, beyond = 0.9, 3
     shapes = {
         "linear": lambda o: lr_scheduler.LinearLR(o, start / mu, 1.0, total_iters=rounds),

@@ -12,7 +12,7 @@ import pytest
 from diloco_broker.core.members.seeding import RETURN_WITHIN_S
 from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.versions.record import InitialModel
-from diloco_protocol.messages import Error, Push
+from diloco_protocol.messages import Error, Push, Welcome
 from diloco_protocol.version import VersionId
 from diloco_worker.session.connection import LONGEST_BACKOFF_S
 from kit.core_harness import RUN, Stage, a_stage, layered
@@ -30,13 +30,6 @@ def a_broker(workers: int = 1, **options: Any) -> Stage:
 def with_a_file(workers: int = 1, *, by_hand: bool = False, bind: str = KNOWN) -> Stage:
     config = a_broker(workers, bind=bind).config
     return Stage(config, layered(1, 2), by_hand, initial=InitialModel({"layers.0.weight": (8,)}))
-
-
-def run_of(stage: Stage) -> str | None:
-    return stage.version().run if stage.state.round is not None else None
-
-
-# Workers that may be on their way.
 
 
 @pytest.mark.parametrize("has_file", [False, True])
@@ -88,7 +81,7 @@ def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -
 
 
 @pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)
-def test_run_begins_at_once_where_nobody_is_given_time_or_can_be_on_the_way(
+def test_run_begins_at_once_where_nobody_can_be_on_the_way(
     options: dict[str, Any],
 ) -> None:
     stage = a_broker(**options)
@@ -107,7 +100,8 @@ def test_holder_that_comes_while_the_model_file_is_loaded_comes_first() -> None:
     assert [chunk["lost", 10] for chunk in stage.counted()] == [1, 1]
 
 
-def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> None:
+@pytest.mark.parametrize("is_back", [True, False])
+def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back(is_back: bool) -> None:
     stage = a_broker(recover_wait=10.0)
     stage.passes(RETURN_WITHIN_S)
     a = stage.worker("a").comes_with(holding(10))
@@ -117,18 +111,12 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> N
     assert "a" not in stage.here
     stage.passes_with(8, "new")
     assert not new.asked_for
-    a = stage.worker("a").comes_with(holding(10))
-    a.donates()
-    assert run_of(stage) == RUN
-
-
-def test_holder_that_is_gone_for_good_stops_nobody() -> None:
-    stage = a_broker(recover_wait=5.0)
-    stage.worker("a").comes_with(holding(10)).dies()
-    stage.worker("new").joins()
-    stage.passes_with(6, "new")
-    stage.provide()
-    assert run_of(stage) not in (None, RUN)
+    if is_back:
+        stage.worker("a").comes_with(holding(10)).donates()
+    else:
+        stage.passes_with(4, "new")
+        stage.provide()
+    assert (stage.version().run == RUN) == is_back
 
 
 def test_feed_names_whom_the_first_parameters_come_from() -> None:
@@ -142,9 +130,6 @@ def test_feed_names_whom_the_first_parameters_come_from() -> None:
     assert "file" in stage.shown()["waiting_for"]
     stage.worker("gpu-0").comes_with(holding(10))
     assert "gpu-0" in stage.shown()["waiting_for"]
-
-
-# Seed workers that take long.
 
 
 def test_seed_worker_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
@@ -179,9 +164,7 @@ def test_seed_workers_that_are_all_slow_are_asked_again_with_more_patience() -> 
     assert stage.version().counter == 0
 
 
-def test_seed_worker_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_again() -> (
-    None
-):
+def test_seed_worker_with_values_that_are_not_finite_is_asked_again_once_it_rejoins() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     a.donates(is_finite=False)
@@ -204,3 +187,55 @@ def test_offer_of_a_seed_worker_that_was_passed_over_costs_it_nothing() -> None:
     assert a.asked_for == [0, 0]
     a.donates()
     assert stage.version().counter == 0
+
+
+# Workers that claim to hold what cannot be: the run begins with all of its fragments.
+
+HELD = VersionId(RUN, 7, 77)
+
+
+def a_broker_without_parameters() -> Stage:
+    return a_stage(workers=2, num_fragments=2, sync_every=8)
+
+
+def is_whole(stage: Stage) -> bool:
+    return all(each.version is not None for each in stage.state.versions.trained)
+
+
+def test_holder_that_comes_back_with_nothing_does_not_begin_a_run_with_a_part() -> None:
+    stage = a_broker_without_parameters()
+    b, c = stage.worker("b").joins(), stage.worker("c")
+    c.joins(versions=(None, HELD))
+    stage.passes(30.0)
+    assert c.asked_for == [1]
+    c.joins(versions=())
+    stage.provide()
+    stage.passes(0.2)
+    b.pulls()
+    assert stage.state.round is not None and is_whole(stage)
+
+
+def test_part_of_a_run_is_taken_once_and_a_new_run_begins_with_another_worker() -> None:
+    stage = a_broker_without_parameters()
+    stage.worker("b").joins()
+    c = stage.worker("c").joins(versions=(None, HELD))
+    c.held = (None, None)
+    stage.passes(30.0)
+    assert stage.state.seeding.worker_id == "c"
+    c.stage.kicks("c")
+    c.session = None
+    c.joins(versions=(None, None, HELD))  # the run has no such fragment
+    stage.passes(11.0)
+    assert stage.state.seeding.worker_id == "b"
+    stage.provide()
+    assert stage.state.round is not None and is_whole(stage)
+
+
+@pytest.mark.parametrize(
+    "unsound", [VersionId("\x1b[2J", 1, 1), VersionId("", 1, 1), VersionId(RUN, 2**63, 1)]
+)
+def test_name_that_no_version_has_is_refused(unsound: VersionId) -> None:
+    stage = a_broker_without_parameters()
+    a = stage.worker("a").joins(versions=(unsound, None))
+    assert a.last(Welcome) is None and a.got(Error)
+    assert stage.state.model.run is None and not len(stage.here)

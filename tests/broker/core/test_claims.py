@@ -49,27 +49,21 @@ def test_model_that_is_larger_than_allowed_is_refused_with_both_numbers() -> Non
         ({"mode": "async", "staging_slots": 3, "outer": "nesterov"}, 14),
     ],
 )
-def test_bytes_of_a_parameter_are_what_the_options_ask_for(
-    options: dict[str, Any], each: int
-) -> None:
+def test_bytes_of_a_parameter_follow_from_the_options(options: dict[str, Any], each: int) -> None:
     config = a_config(**{"wire_dtype": "bf16", **options})
     assert bytes_per_parameter(config) == pytest.approx(each, rel=0.01)
 
 
-def test_model_may_be_as_large_as_there_is_memory_for() -> None:
+def test_model_may_be_as_large_as_there_is_memory_for_and_is_not_measured_again() -> None:
     stage = a_stage(reply_dtype="bf16")
     stage.happens(Surroundings(memory_bytes=8 * CHUNK_ELEMENTS * 14))
     assert not is_taken(stage, 9)
     assert "14.0 bytes" in stage.puppets["a"].error().text
-    assert is_taken(stage, 7)
-
-
-def test_frozen_parameters_need_room_for_their_values_only() -> None:
-    stage = a_stage(reply_dtype="bf16")
-    base = TensorEntry("base", (7 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
-    stage.happens(Surroundings(memory_bytes=CHUNK_ELEMENTS * (14 + 7 * 6)))
-    manifest = a_manifest(1, base=base)
+    frozen = TensorEntry("base", (7 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
+    manifest = a_manifest(5, base=frozen)  # of the frozen ones only the values, 6 bytes each
     assert stage.worker("a").joins(manifest=manifest).last(Welcome) is not None
+    stage.happens(Surroundings(memory_bytes=1))
+    assert stage.worker("b").joins(manifest=manifest).last(Welcome) is not None
 
 
 @pytest.mark.parametrize("memory", [None, 1])
@@ -77,12 +71,6 @@ def test_any_model_is_taken_where_nobody_bounds_it(memory: int | None) -> None:
     stage = a_stage(max_parameters=None if memory is None else 0)
     stage.happens(Surroundings(memory_bytes=memory))
     assert is_taken(stage, 500)
-
-
-def test_model_of_the_run_is_not_measured_again() -> None:
-    stage, _ = alone()
-    stage.happens(Surroundings(memory_bytes=1))
-    assert stage.worker("b").joins().last(Welcome) is not None
 
 
 def claims_and_dies(stage: Stage) -> None:
@@ -143,9 +131,10 @@ def test_what_a_worker_wants_is_quoted_in_part() -> None:
     assert len(stage.logs[-1]) < 400
 
 
-def test_manifest_is_packed_once_however_often_it_is_asked_for(
+def test_manifest_is_packed_once_for_any_number_of_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert not a_stage().asks("manifest").ok, "no worker has brought one"
     stage, _ = alone()
     stage.asks("manifest")
     monkeypatch.setattr(run_model, "describe", pytest.fail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from diloco_broker.core.rounds import modes
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, Why, decide
-from kit.core_harness import Stage, a_run
+from kit.core_harness import a_run
 
 NOW = 100.0
 HELD = (
@@ -79,21 +79,16 @@ def test_reason_that_goes_on_keeps_its_beginning() -> None:
     assert other.why == Why(Reason.PAUSED, since=NOW)
 
 
-def streaming() -> Stage:
-    return a_run("a", "b", "c")[0]
+MODES: dict[str, dict[str, Any]] = {
+    "streaming": {},
+    "quorum": {"quorum": 2, "grace": 5.0},
+    "asynchronous": {"mode": "async", "grace": 5.0},
+}
 
 
-def quorum() -> Stage:
-    return a_run("a", "b", "c", quorum=2, grace=5.0)[0]
-
-
-def asynchronous() -> Stage:
-    return a_run("a", "b", "c", mode="async", grace=5.0)[0]
-
-
-@pytest.mark.parametrize("mode", [streaming, quorum, asynchronous])
+@pytest.mark.parametrize("mode", MODES)
 def test_round_closes_exactly_when_nothing_speaks_against_it(
-    mode: Callable[[], Stage], monkeypatch: pytest.MonkeyPatch
+    mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closings = 0
 
@@ -103,7 +98,7 @@ def test_round_closes_exactly_when_nothing_speaks_against_it(
         closings += found.closes
         return found
 
-    stage = mode()
+    stage, _ = a_run("a", "b", "c", **MODES[mode])
     stage.passes(10.0)
     before = stage.version().counter
     monkeypatch.setattr(modes, "decide", noted)
@@ -116,16 +111,16 @@ def test_round_closes_exactly_when_nothing_speaks_against_it(
     assert closings == stage.version().counter - before > 0
 
 
-@pytest.mark.parametrize("mode", [streaming, quorum, asynchronous])
-def test_feed_says_what_the_round_waits_for(mode: Callable[[], Stage]) -> None:
-    stage = mode()
+@pytest.mark.parametrize("mode", MODES)
+def test_feed_says_what_the_round_waits_for(mode: str) -> None:
+    stage, _ = a_run("a", "b", "c", **MODES[mode])
     stage.passes(10.0)
     assert stage.shown()["why"]["reason"] == "pushes"
     stage.pushes(a=11)
-    if mode is not asynchronous:
+    if mode != "asynchronous":
         assert stage.shown()["why"]["workers"] == ["b", "c"]
         stage.pushes(b=12)
-    if mode is not streaming:
+    if mode != "streaming":
         stage.passes(2.0)
         why = stage.shown()["why"]
         assert (why["reason"], why["since_s"], why["left_s"]) == ("grace", 2.0, 3.0)

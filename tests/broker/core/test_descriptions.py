@@ -11,24 +11,9 @@ import pytest
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.events import Received, Surroundings
 from diloco_broker.core.members.descriptions import AT_A_TIME, GOES_ON_WITHIN_S, WHOLE_WITHIN_S
-from diloco_protocol.description import (
-    PIECE_BYTES,
-    DescriptionInProgress,
-    describe,
-    seconds_for,
-)
+from diloco_protocol import messages
+from diloco_protocol.description import PIECE_BYTES, DescriptionInProgress, describe, seconds_for
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import (
-    LONGEST_JOIN,
-    Describe,
-    Error,
-    Join,
-    Message,
-    Notice,
-    Welcome,
-    encode,
-    in_a_header,
-)
 from diloco_protocol.records import to_plain
 from kit.core_harness import Stage, layered
 
@@ -44,45 +29,53 @@ def stage() -> Stage:
 def asks(stage: Stage, worker_id: str, manifest: Manifest = LARGE) -> bytes:
     """A worker asks to join; returns its connection."""
     route = stage.route()
-    stage.happens(Received(route, in_a_header(Join(worker_id, manifest))))
+    stage.happens(Received(route, messages.in_a_header(messages.Join(worker_id, manifest))))
     return route
 
 
-def told(stage: Stage, route: bytes) -> Message:
+def told(stage: Stage, route: bytes) -> messages.Message:
     return stage.inbox[route][-1]
+
+
+def refusal(stage: Stage, route: bytes) -> messages.Error:
+    refused = told(stage, route)
+    assert isinstance(refused, messages.Error)
+    return refused
 
 
 def describes(stage: Stage, route: bytes, *pieces: bytes) -> None:
     for piece in pieces:
-        stage.happens(Received(route, Describe(piece)))
+        stage.happens(Received(route, messages.Describe(piece)))
 
 
 def test_join_of_a_large_model_fits_into_a_header() -> None:
-    assert len(encode(Join("a", LARGE))) > LONGEST_JOIN
-    assert len(encode(in_a_header(Join("a", LARGE)))) < 200
-    assert max(len(encode(Describe(piece))) for piece in PIECES) < LONGEST_JOIN
-    small = Join("a", layered(10))
-    assert in_a_header(small) == small
+    assert len(messages.encode(messages.Join("a", LARGE))) > messages.LONGEST_JOIN
+    assert len(messages.encode(messages.in_a_header(messages.Join("a", LARGE)))) < 200
+    assert (
+        max(len(messages.encode(messages.Describe(piece))) for piece in PIECES)
+        < messages.LONGEST_JOIN
+    )
+    small = messages.Join("a", layered(10))
+    assert messages.in_a_header(small) == small
 
 
 def test_first_worker_describes_its_model_and_the_next_need_not(stage: Stage) -> None:
     first = asks(stage, "a")
-    assert told(stage, first) == Notice("describe")
+    assert told(stage, first) == messages.Notice("describe")
     describes(stage, first, *PIECES[:-1])
-    assert told(stage, first) == Notice("describe")
+    assert told(stage, first) == messages.Notice("describe")
     describes(stage, first, PIECES[-1])
-    assert any(isinstance(each, Welcome) for each in stage.inbox[first])
+    assert any(isinstance(each, messages.Welcome) for each in stage.inbox[first])
     assert stage.state.model.manifest == LARGE
     second = asks(stage, "b")
-    assert isinstance(stage.inbox[second][0], Welcome)
+    assert isinstance(stage.inbox[second][0], messages.Welcome)
     assert not stage.state.descriptions
 
 
 def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
     describes(stage, asks(stage, "a"), *PIECES)
     other = asks(stage, "b", layered(3000))
-    refused = told(stage, other)
-    assert isinstance(refused, Error) and refused.code == "model_differs"
+    assert refusal(stage, other).code == "model_differs"
     assert not stage.state.descriptions
 
 
@@ -99,19 +92,17 @@ def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
 def test_wrong_description_is_refused_and_forgotten(stage: Stage, pieces: list[bytes]) -> None:
     route = asks(stage, "a")
     describes(stage, route, *pieces)
-    refused = told(stage, route)
-    assert isinstance(refused, Error)
+    assert refusal(stage, route)
     assert not stage.state.descriptions
 
 
 def test_description_that_is_no_manifest_is_refused(stage: Stage) -> None:
     packed = b"\xc1" * 10
-    named = Join("a", None, digest=hashlib.sha256(packed).digest(), size=len(packed))
+    named = messages.Join("a", None, digest=hashlib.sha256(packed).digest(), size=len(packed))
     route = stage.route()
     stage.happens(Received(route, named))
     describes(stage, route, packed)
-    refused = told(stage, route)
-    assert isinstance(refused, Error)
+    assert refusal(stage, route)
     assert stage.state.model.manifest is None
 
 
@@ -119,19 +110,18 @@ def test_description_is_taken_from_those_only_who_were_asked(stage: Stage) -> No
     asks(stage, "a")
     other = stage.route()
     describes(stage, other, PIECES[0])
-    refused = told(stage, other)
-    assert isinstance(refused, Error) and refused.code == "no_model" and refused.retry
+    refused = refusal(stage, other)
+    assert (refused.code, refused.retry) == ("no_model", True)
 
 
 def test_those_who_do_not_go_on_take_nobodys_place(stage: Stage) -> None:
     for number in range(AT_A_TIME):
         asks(stage, f"w{number}")
     late = asks(stage, "late")
-    refused = told(stage, late)
-    assert isinstance(refused, Error) and refused.retry
+    assert refusal(stage, late).retry
     stage.now += GOES_ON_WITHIN_S + 1
-    stage.happens(Received(late, in_a_header(Join("late", LARGE))))
-    assert told(stage, late) == Notice("describe")
+    stage.happens(Received(late, messages.in_a_header(messages.Join("late", LARGE))))
+    assert told(stage, late) == messages.Notice("describe")
 
 
 def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> None:
@@ -139,31 +129,30 @@ def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> No
     describes(stage, route, PIECES[0])
     stage.passes(GOES_ON_WITHIN_S + 1)
     describes(stage, route, PIECES[1])
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and refused.retry
-    stage.happens(Received(route, in_a_header(Join("suspended", LARGE))))
+    assert refusal(stage, route).retry
+    stage.happens(Received(route, messages.in_a_header(messages.Join("suspended", LARGE))))
     describes(stage, route, *PIECES)
-    assert any(isinstance(each, Welcome) for each in stage.inbox[route])
+    assert any(isinstance(each, messages.Welcome) for each in stage.inbox[route])
 
 
 def test_described_model_that_has_no_room_is_refused_as_a_join(stage: Stage) -> None:
     stage.happens(Surroundings(memory_bytes=1))
     route = asks(stage, "a")
     describes(stage, route, *PIECES)
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and refused.about == "join"
+    assert refusal(stage, route).about == "join"
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 40])
 def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> None:
     route = stage.route()
-    stage.happens(Received(route, replace(in_a_header(Join("a", LARGE)), size=size)))
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and "8388608" in refused.text
+    stage.happens(
+        Received(route, replace(messages.in_a_header(messages.Join("a", LARGE)), size=size))
+    )
+    assert "8388608" in refusal(stage, route).text
 
 
 def test_description_that_goes_on_for_ever_is_given_up(stage: Stage) -> None:
-    huge = Join("slow", None, digest=bytes(32), size=8 << 20)
+    huge = messages.Join("slow", None, digest=bytes(32), size=8 << 20)
     route = stage.route()
     stage.happens(Received(route, huge))
     until = stage.now + WHOLE_WITHIN_S + seconds_for(huge.size)
@@ -188,7 +177,7 @@ def test_digest_under_which_the_model_came_is_known(stage: Stage) -> None:
     packed = packed_another_way(LARGE)
     digest = hashlib.sha256(packed).digest()
     assert digest != describe(LARGE).digest
-    named = Join("a", None, digest=digest, size=len(packed))
+    named = messages.Join("a", None, digest=digest, size=len(packed))
     pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
     first = stage.route()
     stage.happens(Received(first, named))
@@ -197,11 +186,11 @@ def test_digest_under_which_the_model_came_is_known(stage: Stage) -> None:
     second = stage.route()
     stage.happens(Received(second, replace(named, worker_id="b")))
     for route in (first, second, asks(stage, "c")):
-        assert any(isinstance(each, Welcome) for each in stage.inbox[route])
-    assert Notice("describe") not in stage.inbox[second]
+        assert any(isinstance(each, messages.Welcome) for each in stage.inbox[route])
+    assert messages.Notice("describe") not in stage.inbox[second]
 
 
-def test_model_that_several_describe_at_once_is_read_once(
+def test_model_that_several_describe_is_read_once(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bytes] = []
@@ -215,5 +204,5 @@ def test_model_that_several_describe_at_once_is_read_once(
     routes = [asks(stage, f"w{number}") for number in range(AT_A_TIME)]
     for route in routes:
         describes(stage, route, *PIECES)
-        assert any(isinstance(each, Welcome) for each in stage.inbox[route])
+        assert any(isinstance(each, messages.Welcome) for each in stage.inbox[route])
     assert read == [describe(LARGE).digest]

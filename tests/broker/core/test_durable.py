@@ -11,12 +11,7 @@ from diloco_broker.core.events import Stop
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.messages import Grant, Notice, Released, Standing, Welcome
 from kit.core_harness import Puppet, Stage, a_round, a_stage
-
-MODES: dict[str, dict[str, Any]] = {
-    "streaming": {},
-    "staged": {"deterministic": True},
-    "async": {"mode": "async"},
-}
+from kit.restarts import MODES
 
 
 def a_run(mode: str = "streaming", **options: Any) -> tuple[Stage, Puppet, Puppet]:
@@ -41,9 +36,6 @@ def versions(saved: Checkpoint) -> list[int]:
     return [each.version.counter for each in saved.record.fragments.values()]
 
 
-# A durable run.
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None:
     stage, a, b = a_run(mode, durable=True)
@@ -66,19 +58,6 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved(mode: str) -> None:
-    stage, *_ = a_run(mode, durable=True)
-    makes_a_version(stage, mode)
-    before, after = stage.checkpoints[-2], stage.checkpoints[-1]
-    held = stage.holdings()
-    for saved, is_in in ((after, True), (before, False)):
-        again = stage.restarted(saved)
-        a = again.worker("a").comes_with(held)
-        again.worker("b").comes_with(held)
-        assert (a.offers(1).standing is Standing.COUNTED) == is_in
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full(mode: str) -> None:
     stage, *_ = a_run(mode, durable=True)
     makes_a_version(stage, mode)
@@ -96,28 +75,20 @@ def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full
     assert len(stage.said("written again")) == 1
 
 
-def test_outcome_of_an_older_checkpoint_releases_nothing() -> None:
+@pytest.mark.parametrize("is_written", [True, False])
+def test_outcome_of_an_older_checkpoint_releases_and_retries_nothing(
+    is_written: bool,
+) -> None:
+    """An operator asked for it; it ends before the one that matters is written."""
     stage, a, b = a_run(durable=True)
     stage.asks("save")
     a_round([a, b], 0)
-    assert stage.saves == [0, 0, 1]
-    stage.is_saved(0)
+    stage.is_saved(0) if is_written else stage.cannot_save(number=0)
     assert stage.version().counter == 0
     stage.is_saved(1)
     assert stage.version().counter == 1
-
-
-def test_retry_of_one_round_is_not_made_in_the_next() -> None:
-    """An older save, which an operator asked for, fails before the one that matters is written."""
-    stage, a, b = a_run(durable=True)
-    stage.asks("save")
-    a_round([a, b], 0)
-    stage.cannot_save(number=0)
-    stage.is_saved(1)
     a_round([a, b], 1)
-    assert stage.saves == [0, 0, 1, 2]
-    for puppet in (a, b):
-        puppet.beats()
+    stage.beats("a", "b")
     stage.passes(3.0)
     assert stage.saves == [0, 0, 1, 2], "it is being written"
 
@@ -152,20 +123,6 @@ def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
     stage.is_saved()
     assert released(a) == [0, 1]
     assert stage.finishes == [Finish(None)]
-
-
-# A run that is not durable.
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_run_that_is_not_durable_never_waits_for_its_checkpoints(mode: str) -> None:
-    stage, a, _ = a_run(mode)
-    a.pulls(after=0)
-    stage.pushes(a=1, b=2)
-    assert released(a) == [0, 1]
-    last = 2 if mode == "async" else 1
-    assert stage.version().counter == last
-    assert stage.saves == list(range(last + 1))
 
 
 def test_failure_is_said_once_and_so_is_its_end() -> None:
@@ -210,9 +167,6 @@ def test_checkpoints_are_asked_for_every_so_many_rounds(every: int, saves: list[
     for number in range(7):
         a_round([a, b], number)
     assert stage.saves == saves
-
-
-# By an operator.
 
 
 def test_operator_gets_a_checkpoint_at_once_between_rounds() -> None:

@@ -1,14 +1,16 @@
-"""The end that a run's options set: the last round, the word to workers, and who is not waited for."""
+"""How far a run is, and the end that its options set: the last round, and who is not waited for."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
-from diloco_protocol.messages import Error, Message, Notice, Push, Released
-from kit.core_harness import a_round, a_run, a_stage
+from diloco_protocol.messages import Error, Message, Notice, Progress, Push, Released
+from diloco_protocol.ranges import MOST
+from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage, alone
 from kit.restarts import a_saved_run, next_life
 
 BOTH = pytest.mark.parametrize(
@@ -33,12 +35,13 @@ def test_the_last_round_is_announced_and_then_the_run_is_over() -> None:
     assert len(stage.ends) == 1
 
 
-def test_no_round_is_made_after_the_last() -> None:
+def test_no_round_is_made_after_the_last_and_who_comes_then_is_told() -> None:
     stage, workers = a_run("a", "b", rounds=2, max_rounds=2)
     workers[0].sends(Push(workers[0].token(), 77, 0, 2, "bf16", base=stage.version()))
     assert workers[0].got(Error).code == "late"
     assert stage.version().counter == 2
     assert stage.shown()["end"]["is_over"]
+    assert stage.joined("c")[0].notices[-1] == "over"
 
 
 def test_workers_know_of_the_end_before_they_have_the_last_version() -> None:
@@ -92,7 +95,7 @@ def test_a_last_round_with_too_few_is_not_made() -> None:
 
 @BOTH
 @pytest.mark.parametrize("is_back", [False, True], ids=["has left", "has just come back"])
-def test_whole_work_counts_in_the_last_round_whatever_its_worker_did_since(
+def test_whole_push_of_a_worker_that_is_gone_counts_in_the_last_round(
     is_back: bool, deterministic: bool
 ) -> None:
     stage, (a, b) = a_run("a", "b", rounds=2, max_rounds=3, deterministic=deterministic, **PATIENT)
@@ -262,12 +265,6 @@ def test_fragments_all_end_with_the_same_steps() -> None:
     assert stage.counters == [2, 2]
 
 
-def test_who_comes_when_the_run_is_over_is_told() -> None:
-    stage, _ = a_run("a", "b", rounds=2, max_rounds=2)
-    c = stage.joined("c")[0]
-    assert c.notices[-1] == "over"
-
-
 def test_a_restarted_broker_counts_on() -> None:
     crashed = a_saved_run("a", rounds=1, token_budget=100, max_time="1h", heartbeat_timeout=0.0)
     crashed.passes(1000.0)
@@ -278,3 +275,107 @@ def test_a_restarted_broker_counts_on() -> None:
     assert (later.state.totals.tokens, later.state.totals.open_s) == (60, counted_s)
     a.pushes(21, tokens=40)
     assert a.notices[-1] == "over"
+
+
+# How far the run is, as workers are told with each version.
+
+
+def told(puppet: Puppet) -> Progress:
+    progress = puppet.got(Released).progress
+    assert progress is not None
+    return progress
+
+
+def two(**options: Any) -> tuple[Stage, Puppet, Puppet]:
+    stage = a_stage(workers=2, **options)
+    a, b = stage.joined("a", "b")
+    return stage, a, b
+
+
+def pushes_and_pulls(number: int, *puppets: Puppet, steps: int = 100, **fields: Any) -> None:
+    for place, puppet in enumerate(puppets):
+        puppet.pushes(10 * number + place, steps=steps, **fields)
+    for puppet in puppets:
+        puppet.pulls()
+
+
+def test_each_version_tells_rounds_steps_and_the_tokens_of_all() -> None:
+    _, a, b = two()
+    pushes_and_pulls(1, a, b, tokens=50)
+    assert told(a) == told(b) == Progress(rounds=1, steps=100, tokens=100)
+    pushes_and_pulls(2, a, b, tokens=50)
+    assert told(a) == Progress(rounds=2, steps=200, tokens=200)
+    assert told(a).fraction is None, "it has no end"
+
+
+def test_late_joiner_is_told_how_far_the_run_is_before_its_first_step() -> None:
+    stage, a, b = two()
+    for number in (1, 2, 3):
+        pushes_and_pulls(number, a, b)
+    (late,) = stage.joined("late")
+    late.pulls()
+    assert told(late) == Progress(rounds=3, steps=300)
+
+
+def test_steps_of_a_round_are_those_of_the_middle_of_its_workers() -> None:
+    stage = a_stage(workers=3)
+    slow, usual, liar = stage.joined("slow", "usual", "liar")
+    for number, (puppet, steps) in enumerate([(slow, 30), (usual, 100), (liar, MOST)]):
+        puppet.pushes(number, steps=steps)
+    usual.pulls()
+    assert told(usual).steps == 100
+
+
+def test_fragments_are_pushed_for_the_same_steps_which_count_once() -> None:
+    stage = a_stage(workers=1, num_fragments=2)
+    (a,) = stage.joined("a")
+    for number in range(4):
+        a.pushes(number, fragment=number % 2, steps=100, tokens=10)
+    a.pulls(fragment=1)
+    assert told(a) == Progress(rounds=4, steps=200, tokens=20)
+
+
+def test_asynchronous_workers_share_the_steps() -> None:
+    _, a, b = two(mode="async")
+    a.pushes(1, steps=100, tokens=5)
+    b.pushes(2, steps=100, tokens=5)
+    b.pulls()
+    assert told(b) == Progress(rounds=2, steps=100, tokens=10)
+
+
+def test_loss_is_the_mean_of_the_round_and_none_where_nobody_says_one() -> None:
+    _, a, b = two()
+    a.pushes(1, loss=2.0)
+    b.pushes(2, loss=4.0)
+    a.pulls()
+    assert a.got(Released).loss == 3.0
+    pushes_and_pulls(2, a, b)
+    assert a.got(Released).loss is None
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_loss_that_is_not_finite_is_not_told(loss: float) -> None:
+    _, a = alone()
+    a.pushes(1, loss=loss)
+    a.pulls()
+    assert a.got(Released).loss is None
+
+
+def test_claims_without_bound_end_nothing() -> None:
+    """Totals stay what a message and a checkpoint can hold."""
+    stage, a = alone()
+    for number in range(3):
+        a.pushes(number, steps=MOST, tokens=MOST)
+    a.pulls()
+    assert told(a) == Progress(rounds=3, steps=MOST, tokens=MOST)
+    assert stage.shown()["totals"]["tokens"] == MOST
+
+
+def test_end_that_is_set_is_told_and_the_nearest_says_how_much_is_done() -> None:
+    _, a, b = two(max_rounds=4, token_budget=1000)
+    pushes_and_pulls(1, a, b, tokens=50)
+    progress = told(a)
+    assert (progress.max_rounds, progress.token_budget, progress.max_seconds) == (4, 1000, None)
+    assert progress.fraction == 0.25
+    pushes_and_pulls(2, a, b, tokens=400)
+    assert told(a).fraction == 0.9

@@ -48,6 +48,11 @@ class Hub:
         """The standby greets, or returns the newest nonce."""
         self.says(nonce=self.leases[-1].nonce if self.leases else None)
 
+    def greets(self) -> None:
+        """The standby comes, and promises."""
+        self.says()
+        self.promises()
+
     def is_promised_for(self, seconds: float) -> None:
         """The standby returns each nonce for so long."""
         for _ in range(int(seconds / 0.5)):
@@ -58,8 +63,7 @@ class Hub:
 def promised(**options: Any) -> Hub:
     """One whose standby has promised."""
     hub = Hub(**options)
-    hub.says()
-    hub.promises()
+    hub.greets()
     return hub
 
 
@@ -98,8 +102,7 @@ def test_a_hub_without_a_word_of_its_standby_lets_nobody_in() -> None:
     hub = Hub()
     error = hub.stage.worker("a").joins().error()
     assert (error.code, error.retry) == (Code.STANDBY, True)
-    hub.says()
-    hub.promises()
+    hub.greets()
     assert hub.stage.worker("b").joins().got(Welcome)
 
 
@@ -147,8 +150,7 @@ def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
         hub.stage = Stage(hub.stage.config, initial=InitialModel({"weight": (12,)}))
         hub.route = hub.stage.route()
     hub.stage.by_hand = True
-    hub.says()
-    hub.promises()
+    hub.greets()
     a = hub.stage.worker("a").joins(voter=1)
     hub.stage.passes(0.1)
     if not from_file:
@@ -190,8 +192,7 @@ def test_every_mode_passes_the_fence(options: dict[str, Any]) -> None:
     hub = Hub(**options)
     if "num_fragments" in options:
         hub.stage.manifest = layered(4)
-    hub.says()
-    hub.promises()
+    hub.greets()
     (a,) = joined(hub, a=1)
     hub.stage.passes(L + 0.1)
     a.pushes(7)
@@ -404,12 +405,8 @@ def test_a_hub_that_was_started_again_knows_its_standby_and_its_term() -> None:
     again.stage = hub.stage.restarted()
     again.route = again.stage.route()
     assert again.lease.standby == "sb" and not again.lease.holds
-    again.says()
-    again.promises()
+    again.greets()
     assert again.lease.holds
-
-
-# Who votes.
 
 
 class Count:
@@ -470,9 +467,7 @@ def test_a_nonce_of_an_earlier_proposal_of_the_same_voters_says_nothing_of_a_lat
     assert count.ballot.voters == {2}
 
 
-def test_a_hub_that_was_started_again_leaves_its_standby_the_voters_until_workers_are_back() -> (
-    None
-):
+def test_a_restarted_hub_leaves_its_standby_the_voters_until_workers_are_back() -> None:
     hub = promised()
     hub.is_promised_for(2.0)
     assert hub.lease.holds

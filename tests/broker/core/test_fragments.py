@@ -16,18 +16,6 @@ def a_run(*worker_ids: str, pieces: int = 3, **fields: Any) -> tuple[Stage, list
     return stage, stage.joined(*worker_ids)
 
 
-@pytest.mark.parametrize("fields", [{}, {"deterministic": True}], ids=["streaming", "staged"])
-def test_round_n_concerns_fragment_n_mod_p(fields: dict[str, Any]) -> None:
-    stage, (a, b) = a_run("a", "b", **fields)
-    seen = []
-    for number in range(7):
-        seen.append(stage.round.fragment)
-        a.pushes(10 + number, fragment=number % 3)
-        b.pushes(50 + number, fragment=number % 3)
-    assert seen == [0, 1, 2, 0, 1, 2, 0]
-    assert stage.counters == [3, 2, 2]
-
-
 def test_push_before_its_round_waits_and_is_told_its_number() -> None:
     stage, (a, b) = a_run("a", "b")
     a.pushes(1, fragment=0)
@@ -43,17 +31,6 @@ def test_push_before_its_round_waits_and_is_told_its_number() -> None:
         (2, messages.Standing.NEW, 1),
     ]
     assert stage.round.number == 1
-
-
-def test_push_of_another_fragment_does_not_abandon_the_one_under_way() -> None:
-    stage, (a, b) = a_run("a", "b")
-    a.begins(1, fragment=0)
-    a.delivers([0])
-    a.begins(2, fragment=1)
-    a.push_id, a.fragment = 1, 0
-    a.completes(1)
-    b.pushes(3, fragment=0)
-    assert stage.counted(0) == [{("a", 1): 1, ("b", 3): 1}] * 2
 
 
 def test_second_push_of_a_fragment_in_its_round_is_for_the_round_p_later() -> None:
@@ -92,32 +69,6 @@ def test_version_of_one_fragment_is_pulled_while_another_is_being_made() -> None
     assert (released.fragment, released.version.counter) == (0, 1)
 
 
-def test_late_push_of_a_fragment_is_carried_to_the_round_p_later() -> None:
-    stage, (a, b, c) = a_run("a", "b", "c", quorum=2, grace=1.0)
-    for push_id, puppet in enumerate((a, b, c)):
-        puppet.pushes(push_id + 1, fragment=0)
-    c.begins(30, fragment=1)
-    c.delivers([0])
-    a.pushes(11, fragment=1)
-    b.pushes(12, fragment=1)
-    stage.passes(2.0)
-    assert stage.round.number == 2
-    for number in (2, 3):
-        c.begins(40 + number, fragment=number % 3)
-        c.delivers([0, 1])
-        c.commits()
-        a.pushes(100 + number, fragment=number % 3)
-        b.pushes(200 + number, fragment=number % 3)
-    assert stage.round.number == 4
-    assert ("c", 30) in stage.round.pool
-    c.push_id, c.fragment = 30, 1
-    c.completes(1)
-    a.pushes(111, fragment=1)
-    b.pushes(112, fragment=1)
-    assert stage.counted(1)[0]["c", 30] == 1
-    assert stage.round.number == 5
-
-
 def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbers() -> None:
     stage = a_stage(workers=1, num_fragments=3, sync_every=12)
     stage.manifest = Manifest(
@@ -128,7 +79,7 @@ def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbe
 
 
 @pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["streaming", "staged"])
-def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
+def test_round_that_falls_below_its_floor_needs_late_joiners(
     how: dict[str, Any],
 ) -> None:
     stage, (a, b) = a_run("a", "b", pieces=2, **how)

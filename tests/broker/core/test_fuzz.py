@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from random import Random
 from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.operations.status import round_line
@@ -23,7 +21,6 @@ from diloco_protocol.messages import (
     Commit,
     Control,
     Credit,
-    Describe,
     Heartbeat,
     Join,
     Lot,
@@ -35,8 +32,9 @@ from diloco_protocol.messages import (
     decode,
     encode,
 )
+from fuzz import machine
 from kit.checked_refusals import checked_refusals
-from kit.core_harness import FIGURES, RUN, Puppet, Stage, a_round, a_stage
+from kit.core_harness import FIGURES, RUN, Puppet, Stage, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
 
@@ -49,8 +47,6 @@ def is_shown(stage: Stage) -> dict[str, Any]:
         round_line(stage.state, report, FIGURES)
     return shown
 
-
-# Numbers at the extremes.
 
 WHOLE = [-(2**63), -1, 0, 1, 2**31, 2**32, 2**53, 2**63, 2**64 - 1]
 TINY, HUGE = [5e-324, 1e-310, 2.3e-308, 1e-30], [1e30, 1e308, float("inf")]
@@ -159,74 +155,9 @@ def test_no_number_at_an_extreme_stops_the_run_or_its_displays(mode: str) -> Non
     trains(stage, a, b)
 
 
-# Refusals.
-
-REFUSING_MODES: dict[str, dict[str, Any]] = {
-    "streaming": {},
-    "late is dropped": {"quorum": 1, "late": "drop"},
-    "fragments": {"num_fragments": 2, "sync_every": 8},
-    "async": {"mode": "async", "max_staleness": 1, "staging_slots": 1},
-}
-# What a worker might do, mostly right: a push has the newest base unless `age` says how much older, and
-# of the data set "text" worker a has units 0 to 4, b the next ones.
-PUSHES = st.fixed_dictionaries(
-    {
-        "push_id": st.integers(1, 40),
-        "fragment": st.sampled_from([0, 0, 0, 0, 1, 2]),
-        "norm": st.sampled_from([0.0, 1.0]),
-        "age": st.sampled_from([0, 0, 1, 2]),
-        "weight": st.sampled_from([1.0, 1.0, 1.0, 0.0]),
-        "units": st.sampled_from(
-            [None, None, ("text", 0, 2), ("text", 5, 7), ("text", 2, 1), ("other", 0, 2)]
-        ),
-    }
-)
-OTHERS = ["delivers", "spoils", "commits", "pulls", "describes", "joins", "others push"]
-
-
-def acts(stage: Stage, a: Puppet, act: Any) -> None:
-    match act:
-        case dict():
-            offers(stage, a, **act)
-        case "delivers" | "spoils":
-            a.delivers([0, 1, 2], is_finite=act == "delivers")
-        case "commits":
-            a.commits()
-        case "pulls":
-            a.pulls(fragment=stage.config.num_fragments)
-        case "describes":
-            a.sends(Describe(b"x"), on=b"a stranger")
-        case "joins":
-            a.sends(Join("new", digest=b"x" * 32, size=100), on=b"a stranger")
-        case "others push":
-            b, fragment = stage.puppets["b"], stage.round.fragment
-            b.begins(stage.state.draw(), fragment=fragment, base=stage.version(fragment))
-            b.completes()
-
-
-def offers(stage: Stage, a: Puppet, *, units: Any, age: int, **fields: Any) -> None:
-    a.push_id, a.fragment = fields["push_id"], fields["fragment"]
-    pieces = stage.config.num_fragments
-    version = stage.version(a.fragment % pieces)
-    base = replace(version, counter=max(0, version.counter - age))
-    lots = None if units is None else (Lot((a.push_id,) * pieces, {units[0]: units[1:]}),)
-    chunks = stage.state.versions[0].layout.chunks
-    fields |= {"chunks": chunks, "wire_dtype": "fp32", "base": base, "steps": 4, "lots": lots}
-    a.sends(Push(a.token(), **fields))
-
-
 @pytest.mark.slow
-@given(
-    st.lists(PUSHES | st.sampled_from(OTHERS), max_size=14), st.sampled_from(list(REFUSING_MODES))
-)
-def test_what_is_refused_has_changed_nothing(said: list[Any], mode: str) -> None:
-    stage = a_stage(workers=1, heartbeat_timeout=0.0, **REFUSING_MODES[mode])
-    workers = stage.joined("a", "b")
-    for worker in workers:
-        worker.sends(Take(worker.token(), 1, "text", 10, 1, None, 4))
-        worker.base = None  # always the newest
-    for number in range(2):
-        a_round(workers, 100 + number)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_refused_has_changed_nothing(seed: int) -> None:
+    dice = Random(seed)
     with checked_refusals():
-        for act in said:
-            acts(stage, workers[0], act)
+        machine.run(dice.randbytes(dice.randint(200, 1500)))

@@ -74,7 +74,6 @@ def test_each_lane_gets_its_share_against_its_own_credit() -> None:
     assert [made.came(index) for index in range(3)] == [[], [1], [2, 5]]
     made.stage.happens(Received(made.lanes[0], Credit(4, made.puppet.session)))
     assert [made.came(index) for index in range(3)] == [[0, 3, 6, 9], [1], [2, 5]]
-    made.stage.core.check_invariants()
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
@@ -83,12 +82,7 @@ def test_chunks_wait_for_their_lane_in_whatever_order_the_lanes_come(order: list
     made.puppet.pulls()
     for index in order:
         made.binds(index)
-        made.stage.core.check_invariants()
-    assert [made.came(index) for index in range(3)] == [
-        [0, 3, 6, 9],
-        [1, 4, 7, 10],
-        [2, 5, 8, 11],
-    ]
+    assert [made.came(index) for index in range(3)] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def test_credit_that_overtakes_the_first_lane_counts() -> None:
@@ -104,26 +98,11 @@ def test_no_lane_is_believed_more_credit_than_its_part() -> None:
     made, _ = group(8)
     for index in range(8):
         made.binds(index, credit=10**9)
+    for _ in range(100):
+        made.stage.happens(Received(made.lanes[2], Credit(50, made.puppet.session)))
     (reader,) = [r for r in made.stage.state.versions.readers.values() if len(r.lanes) == 8]
     assert {lane.credit for lane in reader.lanes.values()} == {lane_credit(8)}
     assert 8 * lane_credit(8) == MAX_READER_CREDIT
-
-
-def test_chunks_of_one_push_over_all_lanes_count_once() -> None:
-    made, a = group(3)
-    made.binds_all()
-    made.puppet.pulls()
-    version = made.stage.version(0)
-    grant = made.puppet.offers(7)
-    assert grant.standing is messages.Standing.NEW
-    for index in (2, 0, 1):
-        for chunk in made.share(index):
-            made.delivers(index, [chunk])
-    made.puppet.commits()
-    a.pushes(1)  # the group itself is expected from the next round on
-    assert made.stage.version(0).counter == version.counter + 1
-    assert made.stage.ledger.names_whole("g", 7)
-    made.stage.core.check_invariants()
 
 
 def test_credit_of_a_push_is_that_of_each_lane_and_comes_back_to_it() -> None:
@@ -163,7 +142,6 @@ def test_lost_lane_is_no_death_and_the_worker_comes_back_with_all() -> None:
     made.puppet.pulls()
     made.binds_all()
     assert sorted(made.came(0) + made.came(1)) == list(range(CHUNKS))
-    made.stage.core.check_invariants()
 
 
 def test_lanes_keep_no_worker_alive_whose_control_connection_is_gone() -> None:
@@ -177,15 +155,7 @@ def test_lanes_keep_no_worker_alive_whose_control_connection_is_gone() -> None:
     assert any(isinstance(m, Rejoin) for m in made.stage.inbox[made.lanes[1]])
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [
-        None,
-        (b"\xff" * 9, b""),
-        (b"",),
-        (b"",) * 3,
-    ],
-)
+@pytest.mark.parametrize("shares", [None, (b"\xff" * 9, b""), (b"",), (b"",) * 3])
 def test_lane_that_does_not_fit_costs_its_sender_an_error(shares: tuple[bytes, ...] | None) -> None:
     made, _ = group(2)
     made.lanes.append(made.stage.route())
@@ -196,7 +166,6 @@ def test_lane_that_does_not_fit_costs_its_sender_an_error(shares: tuple[bytes, .
         made.binds(index, shares=shares)
     assert made.error(index)
     assert not made.stage.state.members.named("g").lanes
-    made.stage.core.check_invariants()
 
 
 def test_a_connection_is_one_lane() -> None:
@@ -216,7 +185,6 @@ def test_lane_that_comes_twice_makes_the_worker_join_again() -> None:
     made.lanes[1] = made.stage.route()
     made.binds(1)
     assert made.puppet.last(Rejoin) is not None
-    made.stage.core.check_invariants()
 
 
 def test_overlapping_shares_send_each_chunk_once() -> None:
@@ -244,7 +212,6 @@ def test_credit_on_the_others_is_void_when_a_lane_is_lost() -> None:
         made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
     made.puppet.pulls()
     assert (made.came(0), made.came(1)) == ([0], [1])
-    made.stage.core.check_invariants()
 
 
 def test_removed_worker_has_no_lanes() -> None:
@@ -258,16 +225,6 @@ def test_removed_worker_has_no_lanes() -> None:
     made.delivers(0, [0])
     for lane in made.lanes:
         assert any(isinstance(m, Rejoin) for m in made.stage.inbox[lane])
-    made.stage.core.check_invariants()
-
-
-def test_credit_that_comes_again_and_again_on_a_lane_has_a_bound() -> None:
-    made, _ = group(4)
-    made.binds_all(credit=0)
-    for _ in range(100):
-        made.stage.happens(Received(made.lanes[2], Credit(50, made.puppet.session)))
-    (reader,) = [r for r in made.stage.state.versions.readers.values() if len(r.lanes) == 4]
-    assert reader.lanes[2].credit == lane_credit(4)
 
 
 def test_chunks_on_the_others_cost_no_push_when_a_lane_is_lost() -> None:

@@ -1,4 +1,4 @@
-"""Joining, donating, reading and coming back, in the core alone."""
+"""Joining, donating and coming back, in the core alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Received
 from diloco_broker.core.rounds.uploads import first_window, upload_window
-from diloco_broker.core.versions.readers import MAX_OBSERVERS
 from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage, alone
+from kit.core_harness import RUN, Stage, a_config, a_manifest, a_run, a_stage, alone, layered
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
@@ -53,7 +51,7 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
         {"wire_dtype": "bf16"},
     ],
 )
-def test_donation_that_is_unsound_is_refused_and_another_worker_asked(
+def test_unsound_donation_is_refused_and_another_worker_asked(
     fields: dict[str, Any],
 ) -> None:
     stage = a_stage(workers=1)
@@ -191,154 +189,140 @@ def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     assert stage.row("a").items() >= told.items()
 
 
-def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoin() -> None:
-    stage = a_stage()
-    (a,) = stage.joined("a")
-    elsewhere = stage.route()
-    a.sends(messages.Heartbeat(a.token(), 1), on=elsewhere)
-    assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
-
-
-def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
-    stage = a_stage()
-    stage.joined("a")
-    b = stage.worker("b")
-    b.control, b.bulk = stage.route(), stage.route()
-    b.sends(messages.Join("b", stage.manifest))
-    b.session = b.got(messages.Welcome).session
-    b.pulls()
-    assert not b.chunks
-    b.sends(messages.Credit(8, b.token()), on=b.bulk)
-    assert b.holds() == stage.version()
-
-
-def test_observer_that_waits_gets_the_next_version() -> None:
+def test_message_of_no_session_or_on_another_connection_than_its_own_only_gets_rejoin() -> None:
     stage, a = alone()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0, after=0, credit=100)))
-    assert eye not in stage.received
-    a.pushes(1)
-    (released,) = stage.inbox[eye]
-    assert isinstance(released, messages.Released) and released.version.counter == 1
-    assert len(stage.received[eye]) == 3
+    for session in (a.token(), b"x" * 16):
+        for message in (
+            messages.Heartbeat(session, 1),
+            messages.Push(session, 1, 0, 3, "fp32", a.base),
+        ):
+            elsewhere = stage.route()
+            a.sends(message, on=elsewhere)
+            assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
+    assert not stage.round.contributions
 
 
-def versions_read(stage: Stage, route: bytes) -> list[int]:
-    """Counters of the versions that the chunks are of which came to this reader."""
-    return [chunk.version.counter for chunk, _ in stage.received[route] if chunk.version]
+NESTED: Any = 1
+for _ in range(900):
+    NESTED = (NESTED,)
 
 
-def kept(stage: Stage) -> list[int]:
-    return [each.version.counter for each in stage.core.state.versions[0].old]
-
-
-def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released() -> None:
-    """A link that is slower than the rounds would have none otherwise."""
-    stage, a = alone()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0, credit=1)))
-    for number in range(1, 6):
-        a.pushes(number)
-    assert kept(stage) == [0]
-    stage.happens(Received(eye, messages.Credit(8)))
-    assert versions_read(stage, eye) == [0, 0, 0]
-    assert kept(stage) == [], "no reader needs it any more"
-    stage.happens(Received(eye, messages.Pull(0, after=0, credit=8)))
-    assert versions_read(stage, eye)[3:] == [5, 5, 5]
-
-
-def test_reader_that_has_not_begun_is_moved_to_the_newer_version() -> None:
-    stage, a = alone()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0)))
-    a.pushes(1)
-    assert kept(stage) == []
-    stage.happens(Received(eye, messages.Credit(8)))
-    assert versions_read(stage, eye) == [1, 1, 1]
-
-
-def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
-    """Whoever is slower still is moved, until it is their turn."""
-    stage, a = alone()
-    eyes = [stage.route() for _ in range(4)]
-    for number, eye in enumerate(eyes, start=1):
-        stage.happens(Received(eye, messages.Pull(0, credit=1)))
-        a.pushes(number)
-    assert kept(stage) == [0, 1]
-    stage.happens(Received(eyes[0], messages.Credit(8)))
-    assert kept(stage) == [1]
-    stage.core.state.versions.forget(eyes[1])
-    assert kept(stage) == []
-    for eye in eyes[2:]:
-        stage.happens(Received(eye, messages.Credit(1)))
-    a.pushes(5)
-    assert kept(stage) == [4], "both that were moved have begun with it"
-    for eye in eyes[2:]:
-        stage.happens(Received(eye, messages.Credit(8)))
-        assert versions_read(stage, eye)[-3:] == [4, 4, 4]
-
-
-def test_broken_download_resumes_where_it_stopped() -> None:
-    stage, a = alone()
-    a.loses_connection()
-    a.joins()
-    held = bytes([0b011])
-    a.sends(messages.Pull(0, -1, a.token(), held_version=stage.version(), held=held))
-    assert [chunk.index for chunk, _ in a.chunks] == [2]
-
-
-def test_observers_that_are_gone_make_room() -> None:
-    stage, a = alone()
-    for _ in range(MAX_OBSERVERS):
-        route = stage.route()
-        stage.happens(Received(route, messages.Pull(0, credit=8)))
-        stage.gone.add(route)
-    stage.passes(11.0)
-    a.beats()
-    late = stage.route()
-    stage.happens(Received(late, messages.Pull(0, credit=8)))
-    assert len(stage.received[late]) == 3
-
-
-def test_too_many_observers_are_refused() -> None:
-    stage = a_stage()
-    stage.joined("a")
-    routes = [stage.route() for _ in range(MAX_OBSERVERS + 1)]
-    for route in routes:
-        stage.happens(Received(route, messages.Pull(0, after=0)))
-    assert isinstance(stage.inbox[routes[-1]][-1], messages.Error)
-    assert routes[-2] not in stage.inbox
-
-
-def test_manifest_is_open_to_observers() -> None:
-    stage = a_stage()
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Control("manifest", 4)))
-    early = stage.inbox[eye][-1]
-    assert isinstance(early, messages.Result) and (early.request, early.ok) == (4, False)
-    stage.joined("a")
-    stage.happens(Received(eye, messages.Control("manifest", 5)))
-    result = stage.inbox[eye][-1]
-    assert isinstance(result, messages.Result)
-    assert result.data["manifest"]["entries"][0]["name"] == "weight"
-
-
-@pytest.mark.parametrize("field", ["extra", "wants"])
-def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
-    nested: Any = 1
-    for _ in range(900):
-        nested = (nested,)
-    stage = a_stage()
-    a = stage.worker("a").joins(**{field: {"x": nested}})
-    assert field in a.error().text
-
-
-def test_extra_that_would_swamp_the_displays_is_refused() -> None:
-    a = a_stage().worker("a").joins(extra={"x": "y" * 5000})
-    assert a.last(messages.Welcome) is None and a.error()
+@pytest.mark.parametrize(
+    ("field", "value"), [("extra", NESTED), ("wants", NESTED), ("extra", "y" * 5000)]
+)
+def test_values_that_displays_cannot_show_are_refused(field: str, value: Any) -> None:
+    a = a_stage().worker("a").joins(**{field: {"x": value}})
+    assert a.last(messages.Welcome) is None and field in a.error().text
 
 
 def test_window_is_shared_among_many_workers() -> None:
     workers = (0, 1, 2, 4, 8, 16, 32, 500)
     assert [first_window(n) for n in workers] == [6, 6, 6, 4, 2, 2, 2, 2]
     assert [upload_window(n) for n in workers] == [16, 16, 16, 16, 8, 4, 2, 2]
+
+
+# The share of the data that a worker keeps while others come and go.
+
+
+def share(stage: Stage, worker_id: str) -> tuple[int | None, int | None]:
+    welcome = stage.puppets[worker_id].got(messages.Welcome)
+    return welcome.shard, welcome.num_shards
+
+
+def test_workers_get_the_lowest_free_slots_of_as_many_as_the_run_is_planned_for() -> None:
+    stage = a_stage(3)
+    stage.joined("a", "b")
+    assert [share(stage, "a"), share(stage, "b")] == [(0, 3), (1, 3)]
+
+
+def test_a_worker_that_was_away_has_its_own_slot_again() -> None:
+    stage, (a, _) = a_run("a", "b", min_workers=1)
+    a.dies()
+    stage.joined("a")
+    assert share(stage, "a") == (0, 2)
+
+
+def test_a_newcomer_takes_the_slot_of_who_has_been_away_longest() -> None:
+    stage, (a, b, _) = a_run("a", "b", "c", min_workers=1)
+    b.dies()
+    a.dies()
+    stage.joined("d", "e")
+    assert [share(stage, "d"), share(stage, "e")] == [(1, 3), (0, 3)]
+
+
+def test_one_more_than_planned_gets_a_slot_of_its_own_while_all_are_here() -> None:
+    stage, _ = a_run("a", "b")
+    stage.joined("c")
+    assert share(stage, "c") == (2, 3)
+
+
+def test_slots_are_the_same_after_a_restart_whoever_comes_first() -> None:
+    stage, _ = a_run("a", "b", save_dir="run")
+    held = stage.holdings()
+    later = stage.restarted()
+    later.worker("b").comes_with(held)
+    later.worker("a").comes_with(held)
+    assert [share(later, "a"), share(later, "b")] == [(0, 2), (1, 2)]
+
+
+# What a worker may have for itself, and what it is refused.
+
+
+def steps_shown(stage: Stage) -> dict[str, int]:
+    """H of each worker, as displays show it."""
+    return {worker["id"]: worker["sync_every"] for worker in stage.shown()["workers"]}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_worker_may_have_a_smaller_h_of_its_own(mode: str) -> None:
+    fields: dict[str, Any] = {"num_fragments": 2, "fragment_sync_delay": 3}
+    stage = a_stage(workers=2, mode=mode, sync_every=100, **fields)
+    a = stage.worker("a").joins(wants={"sync_every": 8})
+    assert a.last(messages.Welcome) is not None
+    stage.worker("b").joins()
+    assert steps_shown(stage) == {"a": 8, "b": 100}
+    c = stage.worker("c").joins(wants={"sync_every": 7})
+    assert c.error().code == "config_differs"
+
+
+def test_larger_h_is_refused_where_the_others_would_wait() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    a = stage.worker("a").joins(wants={"sync_every": 101})
+    assert a.error().code == "config_differs"
+    assert "101" in a.error().text and "100" in a.error().text
+    free = a_stage(workers=2, mode="async", sync_every=100)
+    assert free.worker("a").joins(wants={"sync_every": 101}).last(messages.Welcome) is not None
+    assert steps_shown(free) == {"a": 101}
+
+
+@pytest.mark.parametrize("asked", [0, -1, 2.5, True, "8", 1e300, 2**62])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_h_that_is_no_number_of_steps_is_refused(mode: str, asked: Any) -> None:
+    stage = a_stage(workers=2, mode=mode, sync_every=100)
+    assert stage.worker("a").joins(wants={"sync_every": asked}).error().code == "config_differs"
+
+
+def test_shorter_cycle_that_counts_like_a_whole_one_gets_a_word() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    a = stage.worker("a").joins(wants={"sync_every": 40})
+    (said,) = stage.said("--weight-by")
+    assert "40" in said and "100" in said
+    a.loses_connection()
+    a.joins(wants={"sync_every": 40}, session=a.session)
+    assert len(stage.said("--weight-by")) == 1
+    weighed = a_stage(workers=2, sync_every=100, weight_by="tokens")
+    weighed.worker("a").joins(wants={"sync_every": 40})
+    assert not weighed.said("--weight-by")
+
+
+def test_names_of_wrappers_make_no_other_model() -> None:
+    """A run whose first workers were of an earlier release, which kept them, goes on with newer ones."""
+    plain = layered(2)
+    named = [replace(each, name=f"module.{each.name}") for each in plain.entries]
+    stage = a_stage(workers=2)
+    assert (
+        stage.worker("a").joins(manifest=Manifest(tuple(named))).last(messages.Welcome) is not None
+    )
+    assert stage.worker("b").joins(manifest=plain).last(messages.Welcome) is not None
+    other = Manifest(tuple(reversed(plain.entries)))
+    assert stage.worker("c").joins(manifest=other).error().code == "model_differs"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from random import Random
 from typing import Any
 
 import pytest
 
-from diloco_broker.core.effects import ForgetBuffer
+from diloco_broker.core.effects import ForgetBuffer, RoundReport
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import Standing
-from kit.core_harness import Held, Stage, a_config, a_round, a_stage
+from diloco_protocol.messages import Progress, Standing
+from kit.core_harness import Stage, a_config, a_round, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS
 from kit.restarts import MODES, a_saved_run, ahead, next_life
-
-# The first round of the new life.
 
 
 def test_first_round_waits_for_all_workers_and_then_goes_on_with_those_that_came() -> None:
@@ -66,9 +66,6 @@ def test_floor_of_the_run_holds_after_a_restart() -> None:
     assert stage.version().counter == 2
 
 
-# Deltas of the life before.
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str) -> None:
     crashed = a_saved_run("a", "b", rounds=1, **MODES[mode])
@@ -81,13 +78,10 @@ def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str)
     assert [(chunk["a", 11], chunk["b", 12]) for chunk in stage.counted()] == [(1, 1), (1, 1)]
 
 
-# What the outer optimizer remembers.
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("lost", [1, 2, 3, 5])
 @pytest.mark.parametrize("had", [1, 2, 3, 4])
-def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
+def test_buffer_is_dropped_exactly_when_what_is_adopted_has_it(
     had: int, lost: int, size: int
 ) -> None:
     crashed = a_saved_run("a", rounds=had, outer="dn", dn_buffer=size)
@@ -116,80 +110,6 @@ def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f1=1))
     a.donates(1)
     assert stage.tensors.reverted == [ForgetBuffer(1)]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode: str) -> None:
-    """Whatever the next round has begun with by the time the checkpoint is taken."""
-    crashed = a_saved_run("a", "b", pieces=2, **MODES[mode])
-    crashed.by_hand = True
-    for puppet in crashed.puppets.values():
-        for fragment in range(2):
-            grant = puppet.offers(10 + fragment, fragment=fragment)
-            if grant.standing is Standing.NEW:
-                puppet.completes()
-    while crashed.tensors.queue:
-        crashed.work()
-    assert crashed.saves, "a round has closed"
-    for saved in crashed.checkpoints:
-        for each in saved.record.fragments.values():
-            made = each.version.counter  # one gradient for each version, in all these modes
-            assert each.gradients == made, f"checkpoint {saved.number}"
-
-
-def test_what_was_recovered_and_what_was_lost_is_said() -> None:
-    crashed = a_saved_run("a", "b", rounds=4, pieces=2)
-    held = crashed.holdings()
-    stage = crashed.restarted()
-    a = stage.worker("a").comes_with(ahead(held, f0=1))
-    b = stage.worker("b").comes_with(ahead(held, f1=2))
-    a.donates(0)
-    b.donates(1)
-    assert stage.said("a is ahead", "fragment 0") and stage.said("b is ahead", "fragment 1")
-    assert stage.said("lost", "1 of fragment 0")
-    assert stage.said("lost", "2 of fragment 1")
-
-
-# What goes on.
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("adopts", [False, True])
-def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bool) -> None:
-    """Two are in the checkpoint, one is in what a worker has newer, one is in neither."""
-    crashed = a_saved_run("a", "b", workers=1, **MODES[mode])
-    a, b = (crashed.puppets[name] for name in "ab")
-    a.pushes(1)
-    b.pushes(2)
-    b.pushes(12)
-    a.pushes(11)
-    saved = crashed.checkpoints[-1]
-    assert saved.number == crashed.round.number
-    crashed.pushes(a=21, b=22)
-    newer = crashed.holdings()
-    assert newer[0] is not None
-    assert newer[0].version.counter > saved.record.fragments[0].version.counter
-    stage = crashed.restarted(saved)
-    older = tuple(
-        Held(each.version, each.ledger, tuple(saved.tensors[fragment].chunks))  # type: ignore[arg-type]
-        for fragment, each in saved.record.fragments.items()
-    )
-    b = stage.worker("b").comes_with(older)
-    a = stage.worker("a").comes_with(newer if adopts else older)
-    if adopts:
-        a.donates()
-    # Everything is offered again, as after a lost answer.
-    for puppet, offers in ((a, (1, 11, 21)), (b, (2, 12, 22))):
-        for push_id in offers:
-            grant = puppet.offers(push_id)
-            is_there = adopts or push_id < 20
-            assert (grant.standing is Standing.COUNTED) == is_there, push_id
-    if not adopts:
-        a.pushes(21)
-        b.pushes(22)
-    everything = {("a", 1), ("b", 2), ("b", 12), ("a", 11), ("a", 21), ("b", 22)}
-    for chunk in stage.counted():
-        assert dict(chunk) == dict.fromkeys(everything, 1)
 
 
 def test_part_of_a_push_that_a_checkpoint_has_is_not_asked_for_again() -> None:
@@ -237,3 +157,98 @@ def test_counters_that_are_shown_begin_together_with_the_broker() -> None:
     shown = after.shown()["totals"]
     assert shown.pop("refused") == {}
     assert set(shown.values()) == {0}
+
+
+# Whatever a checkpoint contains belongs to one moment: a run goes on from it as if never killed.
+
+WORKERS = ("a", "b", "c")
+FRAGMENTS = {"num_fragments": 2, "sync_every": 8}
+ALL_MODES: dict[str, dict[str, Any]] = {
+    "streaming": {},
+    "staged": {"deterministic": True},
+    "quorum": {"quorum": 2, "grace": 5.0},
+    "streaming fragments": FRAGMENTS,
+    "staged fragments": {"deterministic": True} | FRAGMENTS,
+    "async": {"mode": "async"},
+    "async window": {"mode": "async", "grace": 1.0},
+    "async fragments": {"mode": "async"} | FRAGMENTS,
+}
+# The run is killed after each of the first versions; then every worker pushes every fragment once more.
+KILLED_AFTER, VERSIONS = 3, 12
+IS_SPOILED = 1  # in this round one of the pushes is not finite
+
+
+def makes_a_version(stage: Stage, number: int) -> None:
+    """Workers push what depends on the number alone, until there is a version."""
+    dice, config = Random(number), stage.config
+    has_rounds = config.mode == "sync" or config.grace > 0
+    fragment = number % config.num_fragments
+    base = stage.version(fragment)
+    for place, name in enumerate(WORKERS):
+        push_id, squares = 100 * number + place, dice.random()
+        told: dict[str, Any] = {"fragment": fragment, "base": base, "loss": dice.random()}
+        told |= {"steps": dice.randint(1, 9), "tokens": dice.randint(1, 99)}
+        if not (has_rounds or place == number % len(WORKERS)):
+            continue
+        if has_rounds and number == IS_SPOILED and place == 2:
+            stage.puppets[name].begins(push_id, **told)
+            stage.puppets[name].delivers([0], is_finite=False)
+        else:
+            stage.puppets[name].pushes(push_id, squares=squares, **told)
+    stage.passes(config.grace + 0.2)
+
+
+def is_written(stage: Stage) -> None:
+    """The checkpoint that a durable version waits for."""
+    if stage.config.durable:
+        stage.is_saved()
+
+
+def shown(reports: list[RoundReport]) -> list[RoundReport]:
+    return [replace(each, seconds=0.0) for each in reports]
+
+
+def counted(stage: Stage) -> tuple[dict[str, int], dict[str, Any]]:
+    """The totals of the run and of its workers, but for times and what workers read."""
+    workers = {m.worker_id: m.counters() | {"bytes_down": 0} for m in stage.state.members}
+    return asdict(stage.state.totals) | {"open_s": 0}, workers
+
+
+def told(stage: Stage) -> Progress:
+    """How far the run is, as readers are told, but for times."""
+    progress: Progress = stage.state.versions.progress
+    return replace(progress, seconds=0)
+
+
+def norms(stage: Stage) -> dict[str, dict[int, float]]:
+    return {member.worker_id: member.figures.norms for member in stage.state.members}
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["usual", "durable"])
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_run_tells_after_a_kill_what_it_would_have_told(mode: str, durable: bool) -> None:
+    options: dict[str, Any] = {"save_dir": "run", "durable": durable, "heartbeat_timeout": 0.0}
+    whole = a_stage(workers=len(WORKERS), chunks=2, **options, **ALL_MODES[mode])
+    whole.joined(*WORKERS)
+    crashed, came = [], []
+    for number in range(VERSIONS):
+        makes_a_version(whole, number)
+        if number < KILLED_AFTER:
+            # Killed when the checkpoint has just been asked for: a durable version waits for it.
+            crashed.append((whole.checkpoints[-1], whole.holdings()))
+        is_written(whole)
+        came.append((counted(whole), told(whole), len(whole.reports)))
+    assert came[-1][0][0]["rounds"] == sum(whole.counters) == VERSIONS
+    for last, (saved, held) in enumerate(crashed):
+        stage = whole.restarted(saved)
+        for name in WORKERS:
+            stage.worker(name).comes_with(held)
+        stage.passes(0.2)
+        assert stage.round.number == last + 1
+        assert (counted(stage), told(stage)) == came[last][:2]
+        for number in range(last + 1, VERSIONS):
+            makes_a_version(stage, number)
+            is_written(stage)
+        assert counted(stage) == counted(whole)
+        assert shown(stage.reports) == shown(whole.reports[came[last][2] :])
+        assert norms(stage) == norms(whole)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_broker.core.effects import Revert
+from diloco_broker.core.versions.fragment import TAGS_KEPT, TAGS_SAVED, WholeVersion
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
 from diloco_protocol.version import VersionId
@@ -19,8 +20,6 @@ from kit.restarts import (
     holding,
     next_life,
 )
-
-# Whom a broker waits for.
 
 
 def test_run_goes_on_at_once_when_all_known_workers_are_back() -> None:
@@ -36,32 +35,23 @@ def test_run_goes_on_at_once_when_all_known_workers_are_back() -> None:
     ] * 2
 
 
-def test_known_worker_that_is_away_is_waited_for_and_no_longer_than_recover_wait() -> None:
-    crashed = a_saved_run("a", "b", rounds=1)
-    stage = crashed.restarted(recover_wait=6.0)
-    stage.passes(3.0)
-    stage.worker("a").comes_with(crashed.holdings())
-    stage.worker("c").joins()
-    stage.passes(2.8)
-    assert stage.state.round is None
-    stage.passes(0.3)
-    assert stage.round.number == 1
-
-
-def test_while_the_run_waits_for_known_workers_it_says_for_whom_and_puts_pushes_off() -> None:
+def test_known_worker_that_is_away_is_named_and_waited_for_no_longer_than_recover_wait() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
     stage = crashed.restarted(recover_wait=6.0)
     stage.passes(0.5)
     assert stage.shown()["waiting_for"].endswith(": a; b")
     a = stage.worker("a").comes_with(crashed.holdings())
+    stage.worker("c").joins()
     assert stage.shown()["waiting_for"].endswith(": b")
     a.base = crashed.version()
     a.begins(11)
     assert a.error().retry
     assert stage.shown()["totals"]["rejected"] == 0, "'not now' is not a refusal"
-    stage.passes(5.6)
-    a.pushes(11)
+    stage.passes(5.3)
+    assert stage.state.round is None
+    stage.passes(0.3)
     assert stage.round.number == 1
+    a.pushes(11)
 
 
 def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
@@ -105,9 +95,6 @@ def test_checkpoint_that_knows_nobody_is_gone_on_with_at_once() -> None:
     assert stage.round.number == 2
 
 
-# Who gives what.
-
-
 def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
     crashed = a_saved_run("a", "b", "c", rounds=4, pieces=2)
     held = crashed.holdings()
@@ -129,26 +116,6 @@ def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
     assert of_a[0] and ledgers[0] == of_a[0].ledger
     assert of_b[1] and ledgers[1] == of_b[1].ledger
     assert stage.saves == [7], "what no checkpoint has is saved"
-
-
-def test_seed_worker_that_dies_half_way_is_reverted_and_the_next_one_asked() -> None:
-    crashed = a_saved_run("a", "b", rounds=4, pieces=2)
-    held = crashed.holdings()
-    stage = crashed.restarted()
-    a = stage.worker("a").comes_with(ahead(held, f0=2, f1=1))
-    b = stage.worker("b").comes_with(ahead(held, f0=1, f1=1))
-    assert (a.asked_for, b.asked_for) == ([0, 1], [])
-    a.donates(0, [0])
-    a.dies()
-    assert stage.tensors.reverted == [Revert(0)], "fragment 1 was not touched"
-    b.beats()
-    assert not b.asked_for, "the one that is ahead of all may come back"
-    stage.passes(10.0)
-    assert b.asked_for == [0, 1]
-    b.donates(0)
-    b.donates(1)
-    assert stage.counters == [3, 3]
-    assert_masters_are_what_is_handed_out(stage)
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "sends nothing more", "sends NaN", "is kicked"])
@@ -176,28 +143,6 @@ def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: st
     assert not stage.saves, "the checkpoint has all of it"
 
 
-def test_seed_worker_that_breaks_off_after_another_one_was_adopted_takes_nothing_of_it_away() -> (
-    None
-):
-    """Fragment 0 comes from a; c joins late, has it newer, and dies in the middle of giving it."""
-    crashed = a_saved_run("a", "b", rounds=2, pieces=2)
-    held = crashed.holdings()
-    stage = crashed.restarted()
-    a = stage.worker("a").comes_with(ahead(held, f0=2))
-    b = stage.worker("b").comes_with(ahead(held, f1=1))
-    a.donates(0)
-    assert b.asked_for == [1]
-    c = stage.worker("c").comes_with(ahead(held, f0=3))
-    b.donates(1)
-    assert c.asked_for == [0]
-    c.donates(0, [0])
-    c.leaves()
-    for fragment in a.asked_for[1:]:  # what it gave has been overwritten
-        a.donates(fragment)
-    assert stage.counters == [3, 2]
-    assert_masters_are_what_is_handed_out(stage)
-
-
 @pytest.mark.parametrize(
     ("run", "counter"),
     [
@@ -208,7 +153,7 @@ def test_seed_worker_that_breaks_off_after_another_one_was_adopted_takes_nothing
         pytest.param("f" * 16, 5, id="of another run"),
     ],
 )
-def test_version_other_than_the_one_a_seed_worker_said_it_holds_is_refused(
+def test_version_other_than_a_seed_worker_said_it_holds_is_refused(
     run: str | None, counter: int
 ) -> None:
     crashed = a_saved_run("a", "b", rounds=3)
@@ -286,9 +231,6 @@ def test_worker_of_a_run_that_was_moved_aside_is_refused_and_the_new_run_begins_
     assert stage.version().run != RUN
 
 
-# Back to the checkpoint.
-
-
 def test_rewound_run_ignores_what_workers_have_newer_and_nobody_stands_still() -> None:
     crashed = a_saved_run("a", "b", rounds=2)
     stage = crashed.restarted(recover="rewind")
@@ -310,9 +252,6 @@ def test_rewound_run_ignores_what_workers_have_newer_and_nobody_stands_still() -
     assert max(stage.counted()[0].values()) == 1
 
 
-# Without any checkpoint.
-
-
 def of_two_fragments() -> Stage:
     return Stage(a_config(2, num_fragments=2, sync_every=12), layered(2, 2))
 
@@ -331,30 +270,6 @@ def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> No
     assert_masters_are_what_is_handed_out(stage)
 
 
-@pytest.mark.parametrize("is_half_way", [True, False])
-def test_seed_worker_that_breaks_off_without_a_checkpoint_leaves_no_mixture_of_two_versions(
-    is_half_way: bool,
-) -> None:
-    """It breaks off half-way, or leaves before it has begun, as the other one does."""
-    stage = of_two_fragments()
-    a = stage.worker("a").comes_with(holding(3, 2))
-    stage.worker("new").joins()
-    b = stage.worker("b").comes_with(holding(2, 3))
-    a.donates(0)
-    a.donates(1)
-    assert b.asked_for == [1]
-    if is_half_way:
-        b.donates(1, [0])
-    else:
-        a.leaves()
-    b.leaves()
-    for fragment in a.asked_for[2:]:
-        a.donates(fragment)
-    stage.passes_with(11, *(("a", "new") if is_half_way else ("new",)))
-    assert stage.counters == [3, 2]
-    assert_masters_are_what_is_handed_out(stage)
-
-
 def test_worker_of_an_older_run_does_not_hold_up_the_run_that_is_adopted() -> None:
     stage = a_stage(workers=3, chunks=2, min_workers=2)
     x = stage.worker("x").comes_with(holding(3, run="b" * 16))
@@ -370,13 +285,66 @@ def test_worker_of_an_older_run_does_not_hold_up_the_run_that_is_adopted() -> No
     assert stage.version().counter == 13
 
 
-def test_run_that_lost_a_worker_and_its_broker_goes_on_with_those_that_are_left() -> None:
-    """As after a restart from a checkpoint: round one's number of workers is not needed any more."""
-    stage = a_stage(workers=3, chunks=2, recover_wait=5.0)
-    a, b = (stage.worker(name).comes_with(holding(12)) for name in "ab")
-    stage.passes(5.2)
+# Branches: rounds that a worker has and its broker has not are named.
+
+
+def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal() -> None:
+    """Killed before a save; the broker makes the round again without the one that had it."""
+    crashed = a_saved_run("a", "b", rounds=2)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=5.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(5.1)
+    a.pushes(21)
+    stage.passes(5.1)
+    b_held, ours = theirs[0], stage.version()
+    assert b_held is not None
+    assert (b_held.version.counter, ours.counter) == (3, 3)
+    stage.worker("b").comes_with(theirs)
+    assert len(stage.said("b holds", "branch", str(b_held.version), str(ours))) == 1
+
+
+def test_branch_that_the_broker_has_left_behind_is_named_in_this_life_and_the_next() -> None:
+    crashed = a_saved_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    for number in range(3):
+        stage.passes(0.2)
+        a.pushes(20 + number, base=stage.version())
+    assert stage.version().counter == 4
+    again = stage.restarted()
+    again.worker("a").comes_with(stage.holdings())
+    again.passes(0.2)
+    again.worker("c").comes_with(crashed.holdings())
+    assert not again.said("branch"), "c is merely behind"
+    for life in (stage, again):
+        life.worker("b").comes_with(theirs)
+        assert len(life.said("b holds", "version 2#")) == 1
+
+
+def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
+    crashed = a_saved_run("a", "b", rounds=2)
+    of_a = ahead(crashed.holdings(), f0=1)
+    held = of_a[0]
+    assert held is not None
+    of_b = (replace(held, version=VersionId(held.version.run, 3, 77)), None)
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(of_a)
+    stage.worker("b").comes_with(of_b)
     a.donates()
-    stage.passes(5.2)
-    for place, puppet in enumerate((a, b), start=1):
-        puppet.pushes(place, base=VersionId(RUN, 12, 5_012))
-    assert stage.version().counter == 13
+    assert stage.version() == held.version
+    named = stage.said("another branch")
+    assert len(named) == 1
+    assert named[0].startswith(f"b holds version {of_b[0].version}")
+
+
+def test_names_of_versions_are_remembered_up_to_a_bound() -> None:
+    stage = a_saved_run("a", rounds=1)
+    each = stage.state.versions[0]
+    run = stage.version().run
+    for counter in range(2, TAGS_KEPT + 100):
+        record = replace(each.record, version=VersionId(run, counter, counter))
+        each.set_current(WholeVersion(record, each.wires))
+    assert len(each.tags) == TAGS_KEPT and max(each.tags) == TAGS_KEPT + 99
+    assert list(each.newest_tags()) == list(each.tags)[-TAGS_SAVED:]

@@ -1,4 +1,4 @@
-"""What an operator may change while a run goes on, and from which version it holds: the core alone."""
+"""What an operator may change while a run goes on, and ask of all workers: the core alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import OuterGroups, Stop, Surroundings
+from diloco_broker.core.operations.orders import SAVE_WITHIN_S, STOP_WITHIN_S
 from diloco_broker.core.rounds.round import Phase
+from diloco_broker.core.state import MOST_NAMES
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.messages import Notice
-from kit.core_harness import Puppet, Stage, a_run, a_stage
+from diloco_protocol.messages import Error, Heartbeat, Notice, Welcome
+from kit.core_harness import Puppet, Stage, a_run, a_stage, alone
+from kit.restarts import a_saved_run, next_life
 
 
 def closing() -> tuple[Stage, Puppet]:
@@ -101,8 +104,7 @@ def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments: dict[str, 
 
 def test_setting_what_is_set_already_is_no_action() -> None:
     stage, _ = a_run("a")
-    result = stage.asks("set", outer_lr=0.7)
-    assert result.ok
+    assert stage.asks("set", outer_lr=0.7).ok
     assert not stage.acts
 
 
@@ -114,8 +116,7 @@ def test_schedules_are_set_like_any_setting_and_count_from_the_beginning_of_the_
     assert (before["gradients"], before["lr"]) == (3, 0.7)
     assert before["momentum"] == pytest.approx(0.5 + 0.4 * 3 / 200), "the usual warm-up"
     texts = {"outer_lr_schedule": "linear:6:0.5", "outer_momentum_warmup": "linear:6"}
-    result = stage.asks("set", **texts, outer_momentum=0.8)
-    assert result.ok
+    assert stage.asks("set", **texts, outer_momentum=0.8).ok
     assert stage.tensors.tunes[-1].outer_schedule.factor(6) == 0.5
     shown = stage.shown()
     assert (shown["outer"]["lr"], shown["outer"]["momentum"]) == (0.7, 0.8), "as they were given"
@@ -189,8 +190,7 @@ def test_workers_of_an_asynchronous_run_do_not_change_the_size_of_a_buffer() -> 
 def test_paused_run_makes_no_version_and_loses_nothing(options: dict[str, Any]) -> None:
     stage, _ = a_run("a", "b", **options)
     before = stage.version().counter
-    result = stage.asks("pause")
-    assert result.ok
+    assert stage.asks("pause").ok
     stage.pushes(a=11, b=12)
     stage.passes(60.0)
     assert stage.version().counter == before
@@ -223,25 +223,17 @@ def test_pausing_and_resuming_twice_changes_nothing() -> None:
 @pytest.mark.parametrize("restarting", [False, True])
 def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restarting: bool) -> None:
     stage, (a,) = a_run("a")
-    result = stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {}))
-    assert result.ok
+    what = "restarting" if restarting else "shutdown"
+    assert stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {})).ok
     (end,) = stage.ends
     assert "ann@desk" in end.reason and end.restarting is restarting
     assert stage.acts[-1].what == ("restart" if restarting else "shutdown")
-    notices = {"shutdown", "restarting"}
-    assert not [n for n in a.all(Notice) if n.what in notices], "the loop stops in its own way"
-
-
-@pytest.mark.parametrize("restarting", [False, True])
-def test_workers_are_told_whether_the_broker_is_coming_back(restarting: bool) -> None:
-    stage, (a,) = a_run("a")
-    stage.happens(Stop("it received SIGTERM", restarting))
-    assert a.got(Notice).what == ("restarting" if restarting else "shutdown")
-    late = stage.worker("b").joins()
-    assert (late.error().code, late.error().retry) == ("stopping", True)
+    assert what not in a.notices, "the loop stops in its own way"
+    stage.happens(Stop(end.reason, restarting))
+    assert a.notices[-1] == what
     assert stage.asks("shutdown", restarting=restarting).ok
     assert not stage.asks("shutdown", restarting=not restarting).ok
-    assert not stage.ends
+    assert stage.ends == [end]
 
 
 @pytest.mark.parametrize("odd", [1, "yes", None, [True]])
@@ -268,3 +260,170 @@ def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() ->
     assert "c" not in stage.expected
     assert stage.asks("set", workers=3).ok
     assert stage.expected == {"a", "b", "c"}
+
+
+def steps_shown(stage: Stage) -> dict[str, int]:
+    """H of each worker, as displays show it."""
+    return {worker["id"]: worker["sync_every"] for worker in stage.shown()["workers"]}
+
+
+def test_new_h_is_told_to_every_worker_and_to_those_who_join() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    stage.worker("own").joins(wants={"sync_every": 40})
+    a = stage.worker("a").joins()
+    stage.provide()
+    result = stage.asks("set", sync_every=60)
+    assert result.ok and "own" in result.text
+    told = [notice.sync_every for notice in a.all(Notice) if notice.what == "sync_every"]
+    assert told == [60]
+    welcome = stage.worker("late").joins().last(Welcome)
+    assert welcome is not None and welcome.config.sync_every == 60
+    assert steps_shown(stage) == {"own": 40, "a": 60, "late": 60}
+    stage.asks("set", sync_every=20)
+    assert steps_shown(stage)["own"] == 20, "the others would wait for it"
+
+
+def test_worker_whose_h_became_the_larger_one_may_come_back() -> None:
+    stage, a = alone(sync_every=100)
+    a.loses_connection()
+    a.joins(wants={"sync_every": 80})
+    stage.asks("set", sync_every=50)
+    a.loses_connection()
+    a.joins(wants={"sync_every": 80})
+    assert a.last(Error) is None
+    assert steps_shown(stage) == {"a": 50}
+
+
+def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
+    stage = a_stage(workers=3, min_workers=3)
+    a, b, c = stage.joined("a", "b", "c")
+    for number, puppet in enumerate((a, b, c), start=1):
+        puppet.pushes(number)
+    assert stage.version().counter == 1
+    c.dies()
+    stage.pushes(a=11, b=12)
+    assert stage.version().counter == 1, "two are too few"
+    assert stage.asks("set", min_workers=2).ok
+    assert stage.version().counter == 2
+    assert not stage.asks("set", min_workers=4).ok, "more than --workers"
+
+
+def test_floor_that_is_raised_holds_from_the_open_round_on() -> None:
+    stage = a_stage(workers=2)
+    a, b = stage.joined("a", "b")
+    stage.pushes(a=1, b=2)
+    b.leaves()
+    assert stage.asks("set", min_workers=2).ok
+    a.pushes(11)
+    assert stage.version().counter == 1
+    b = stage.worker("b").joins()
+    b.pushes(12, base=stage.version())
+    assert stage.version().counter == 2
+
+
+# Orders to all workers: who is told, who has answered, and when they are cleared.
+
+
+def saves(stage: Stage, worker: Puppet) -> None:
+    number = worker.got(Notice).round
+    worker.sends(Heartbeat(worker.token(), 1, saved=number))
+
+
+def test_each_worker_is_asked_to_save_and_its_reply_is_shown() -> None:
+    stage, (a, b) = a_run("a", "b")
+    asked = stage.asks("save_all")
+    assert list(asked.data["waiting"]) == ["a", "b"]
+    assert a.notices[-1] == b.notices[-1] == "save_all"
+    saves(stage, a)
+    b.leaves()
+    shown = stage.asks("save_all", order=asked.data["order"])
+    assert [list(shown.data[each]) for each in ("saved", "left", "waiting")] == [["a"], ["b"], []]
+    assert a.notices.count("save_all") == 1
+
+
+def test_who_comes_late_is_told_while_an_order_is_pending_and_not_afterwards() -> None:
+    stage, (a, b) = a_run("a", "b")
+    stage.asks("save_all")
+    saves(stage, a)
+    late = stage.joined("c")[0]
+    assert late.notices[-1] == "save_all"
+    saves(stage, b)
+    saves(stage, late)
+    assert "save_all" not in stage.joined("d")[0].notices
+
+
+def test_an_order_that_nobody_answers_is_given_up() -> None:
+    stage, _ = a_run("a", heartbeat_timeout=0.0, stall_timeout=0.0)
+    stage.asks("save_all")
+    stage.passes(SAVE_WITHIN_S + 1.0)
+    assert "save_all" not in stage.joined("b")[0].notices
+
+
+def test_workers_that_are_told_to_stop_leave_and_the_broker_stays() -> None:
+    stage, workers = a_run("a", "b")
+    asked = stage.asks("stop_all")
+    assert [worker.notices[-1] for worker in workers] == ["stop_all", "stop_all"]
+    for worker in workers:
+        worker.leaves()
+    shown = stage.asks("stop_all", order=asked.data["order"])
+    assert (list(shown.data["left"]), list(shown.data["waiting"])) == (["a", "b"], [])
+    assert not stage.ends
+    assert "stop_all" not in stage.joined("c")[0].notices
+
+
+def test_a_worker_that_waits_for_a_round_that_never_closes_is_told_once_more() -> None:
+    stage, (a, b) = a_run("a", "b", min_workers=2, heartbeat_timeout=0.0, stall_timeout=0.0)
+    a.pushes(81)
+    stage.asks("stop_all")
+    b.leaves()
+    stage.passes(STOP_WITHIN_S - 1.0)
+    assert a.notices[-1] != "shutdown"
+    stage.passes(2.0)
+    stage.passes(2.0)
+    assert a.notices.count("shutdown") == 1
+    assert "stop_all" not in stage.joined("c")[0].notices
+    assert not stage.ends
+
+
+def test_names_of_those_who_come_and_go_are_bounded() -> None:
+    stage, _ = a_run("a", heartbeat_timeout=0.0, stall_timeout=0.0)
+    stage.asks("stop_all")
+    for number in range(MOST_NAMES + 5):
+        stage.joined(f"w{number}")[0].leaves()
+    assert len(stage.asks("stop_all", order=1).data["left"]) == MOST_NAMES
+
+
+def test_an_order_reaches_workers_that_are_on_their_way_back_to_a_restarted_broker() -> None:
+    crashed = a_saved_run("a", "b", rounds=1)
+    stage, (a,) = next_life(crashed, "a")
+    asked = stage.asks("save_all")
+    assert list(asked.data["waiting"]) == ["a", "b"]
+    saves(stage, a)
+    b = stage.worker("b").comes_with(crashed.holdings())
+    assert b.notices.count("save_all") == 1
+    saves(stage, b)
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["saved"]) == ["a", "b"]
+    assert a.notices.count("save_all") == 1
+
+
+def test_a_worker_that_did_not_come_back_is_named_and_not_waited_for_for_ever() -> None:
+    crashed = a_saved_run("a", "b", rounds=1, heartbeat_timeout=0.0, stall_timeout=0.0)
+    stage, (a,) = next_life(crashed, "a")
+    asked = stage.asks("save_all")
+    saves(stage, a)
+    stage.passes(SAVE_WITHIN_S + 1.0)
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["waiting"]) == ["b"]
+
+
+def test_an_order_of_an_earlier_incarnation_is_neither_repeated_nor_reported_done() -> None:
+    crashed = a_saved_run("a", rounds=1)
+    number = crashed.asks("save_all").data["order"]
+    stage, (a,) = next_life(crashed, "a")
+    answer = stage.asks("save_all", order=number)
+    assert not answer.ok
+    assert "save_all" not in a.notices
+    asked = stage.asks("save_all")
+    a.sends(Heartbeat(a.token(), 1, saved=number))  # it has carried out the one of that life
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["waiting"]) == ["a"]
+    a.sends(Heartbeat(a.token(), 1, saved=asked.data["order"]))
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["saved"]) == ["a"]

@@ -37,9 +37,6 @@ def closes_with(stage: Stage) -> str:
     return ids(stage)[-1]
 
 
-# When a round closes.
-
-
 def test_round_one_waits_for_all_workers_whatever_the_quorum() -> None:
     stage = a_stage(workers=3, quorum=2, grace=1.0)
     stage.joined("a", "b", "c")
@@ -83,9 +80,6 @@ def test_quorum_is_capped_by_those_alive_and_never_below_the_floor() -> None:
     stage.pushes(a=4)
     stage.passes(60.0)
     assert stage.round.number == 2, "one worker is below the floor of two"
-
-
-# Late work.
 
 
 def test_late_push_is_carried_into_the_next_round_with_its_weight() -> None:
@@ -138,9 +132,6 @@ def test_late_push_that_begins_after_its_round_is_refused_before_a_byte_is_sent(
     c.pulls()
     c.pushes(4)
     assert ("c", 4) in stage.round.pool
-
-
-# What of a submission counts.
 
 
 def is_whole_and_dies(c: Puppet) -> None:
@@ -196,7 +187,7 @@ def abandons_another_one_for_it(c: Puppet) -> None:
         (abandons_another_one_for_it, "abc"),
     ],
 )
-def test_whole_submission_counts_once_and_no_other(
+def test_complete_push_counts_once_and_no_other(
     happens: Callable[[Puppet], None], who: str
 ) -> None:
     stage, c = three()
@@ -295,9 +286,6 @@ def test_refused_push_does_not_hold_the_others_up(how: dict[str, Any]) -> None:
     b.begins(5)
     assert stage.round.number == 2
     assert stage.reports[-1].averaged == 1
-
-
-# How it is merged.
 
 
 @pytest.mark.parametrize("order", ["bca", "acb", "cab"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import hypothesis.strategies as st
@@ -24,18 +25,12 @@ def a_pair(**options: object) -> tuple[UnitWorker, UnitWorker]:
     return first, second
 
 
-def test_units_go_out_in_a_row_and_to_one_worker_each() -> None:
+def test_units_go_out_in_a_row_and_count_when_the_version_with_their_push_is_whole() -> None:
     a, b = a_pair()
     a.takes(3)
-    b.takes(3)
-    assert (a.in_hand, b.in_hand) == ([0, 1, 2], [3, 4, 5])
-
-
-def test_a_unit_counts_when_the_version_with_its_push_is_whole() -> None:
-    a, b = a_pair()
-    a.takes(3)
-    a.trains()
     b.takes(1)
+    assert (a.in_hand, b.in_hand) == ([0, 1, 2], [3])
+    a.trains()
     a.begins(1)
     a.completes()
     data = a.stage.state.data.sets[NAME]
@@ -46,11 +41,31 @@ def test_a_unit_counts_when_the_version_with_its_push_is_whole() -> None:
     assert data.oldest == 3
 
 
-def test_units_of_a_worker_that_dies_are_given_back_and_go_out_last() -> None:
+def is_dead(a: UnitWorker, _: UnitWorker) -> None:
+    a.puppet.dies()
+
+
+def is_dead_after_a_part_of_its_push(a: UnitWorker, b: UnitWorker) -> None:
+    a.begins(1)
+    a.puppet.delivers([0])
+    a.puppet.dies()
+    b.begins(2)
+    b.completes()
+
+
+def has_its_push_refused(a: UnitWorker, _: UnitWorker) -> None:
+    a.begins(1)
+    a.blunders()
+
+
+@pytest.mark.parametrize("event", [is_dead, is_dead_after_a_part_of_its_push, has_its_push_refused])
+def test_units_that_cannot_count_any_more_are_given_back_and_go_out_last(
+    event: Callable[[UnitWorker, UnitWorker], None],
+) -> None:
     a, b = a_pair()
     a.takes(3)
     a.trains()
-    a.puppet.dies()
+    event(a, b)
     assert free(a.stage) == Spans((0, 3))
     b.takes(9)
     assert b.in_hand == [0, 1, *range(3, 10)]
@@ -69,27 +84,6 @@ def test_a_whole_push_counts_though_its_worker_died_a_second_later() -> None:
     assert a.stage.state.data.sets[NAME].counted == 3
 
 
-def test_a_part_of_a_push_counts_no_unit_when_its_worker_is_gone() -> None:
-    a, b = a_pair()
-    a.takes(3)
-    a.trains()
-    a.begins(1)
-    a.puppet.delivers([0])
-    a.puppet.dies()
-    b.begins(2)
-    b.completes()
-    assert free(a.stage) == Spans((0, 3))
-
-
-def test_units_of_a_refused_push_are_given_back() -> None:
-    a, _ = a_pair()
-    a.takes(3)
-    a.trains()
-    a.begins(1)
-    a.blunders()
-    assert free(a.stage) == Spans((0, 3))
-
-
 def test_a_worker_that_was_away_keeps_what_nobody_else_was_given() -> None:
     a, b = a_pair()
     a.takes(3)
@@ -103,24 +97,6 @@ def test_a_worker_that_was_away_keeps_what_nobody_else_was_given() -> None:
     b.trains()
     b.begins(2)
     b.completes()
-    assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
-
-
-def test_a_push_with_units_that_others_were_given_meanwhile_is_dropped() -> None:
-    a, b = a_pair()
-    a.takes(3)
-    a.trains()
-    a.begins(1)
-    a.puppet.dies()
-    b.takes(10)
-    a.comes_to(a.stage)
-    assert a.puppet.got(Error).code == "stale"
-    assert a.push is None
-    b.trains()
-    b.begins(2)
-    b.completes()
-    a.begins(3)
-    a.completes()
     assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
 
 
@@ -148,62 +124,6 @@ def test_what_is_over_is_said_when_all_of_it_counts() -> None:
     a_unit_round([a, b], 1, 10)
     answer = a.takes(1)
     assert answer is not None and answer.data == {"units": (), "is_over": True}
-
-
-def test_who_comes_back_while_its_version_is_saved_has_counted() -> None:
-    a, b = a_pair(save_dir="run", durable=True)
-    a.stage.is_saved()
-    a.pulls()
-    a.takes(3)
-    a.trains()
-    a.begins(1)
-    a.completes()
-    b.begins(2)
-    b.completes()
-    a.comes_to(a.stage, pulls=False)
-    assert a.puppet.last(Error) is None
-    a.stage.is_saved()
-    a.pulls()
-    a.looks()
-    assert a.push is None
-    assert a.stage.state.data.sets[NAME].counted == 3
-    assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(3), 1)
-
-
-def test_units_counted_after_the_checkpoint_go_out_again_those_before_do_not() -> None:
-    a, b = a_pair(save_dir="run", recover="rewind")
-    a_unit_round([a, b], 1)
-    old = a.stage.checkpoints[-1]
-    a_unit_round([a, b], 11)
-    later = a.stage.restarted(old)
-    assert later.state.data.sets[NAME].counted == 6
-    fresh = UnitWorker(later, "c")
-    fresh.takes(10)
-    assert fresh.in_hand[:4] == [6, 7, 8, 9]
-
-
-def test_a_broker_that_adopts_newer_parameters_counts_the_units_in_them() -> None:
-    a, b = a_pair(save_dir="run")
-    a_unit_round([a, b], 1)
-    old = a.stage.checkpoints[-1]
-    a_unit_round([a, b], 11)
-    held = a.stage.holdings()
-    later = a.stage.restarted(old)
-    lives = [a, b]
-    for worker in lives:
-        worker.stage = later
-        worker.puppet = later.worker(worker.worker_id)
-        worker.puppet.held = held
-    versions = tuple(each.version if each else None for each in held)
-    for worker in lives:
-        worker.comes_to(later, pulls=False, run=a.stage.state.model.run, versions=versions)
-    for worker in lives:
-        for fragment in worker.puppet.asked_for:
-            worker.puppet.donates(fragment)
-    later.passes(2.0)
-    for worker in lives:
-        worker.ticks()
-    assert later.state.data.sets[NAME].counted == 12
 
 
 @pytest.mark.parametrize(
@@ -249,7 +169,6 @@ def test_units_that_two_pushes_of_a_worker_name_count_with_the_first() -> None:
     b.begins(3)
     b.completes()
     assert a.stage.state.data.sets[NAME].counted == 3, "two of these, and one of b"
-    a.stage.core.check_invariants()
 
 
 def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:
@@ -280,7 +199,7 @@ REQUESTS = st.tuples(
 @patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
 @settings(max_examples=30)
 @given(requests=st.lists(REQUESTS, min_size=40, max_size=60))
-def test_whatever_workers_say_few_rows_of_units_lie_free(
+def test_few_ranges_of_units_lie_free(
     requests: list[tuple[str, str, int, int, int]],
 ) -> None:
     data = DataSet(10_000, 0, None)

@@ -155,9 +155,6 @@ def site() -> Site:
     return Site()
 
 
-# Messages of workers.
-
-
 def test_what_a_worker_says_goes_up_as_it_is_and_the_answer_comes_back(site: Site) -> None:
     join = messages.Join("a")
     site.says(route("a"), join)
@@ -178,12 +175,6 @@ def test_workers_are_put_off_until_the_hub_has_let_it_in() -> None:
     assert (down.message.code, down.message.retry) == (Code.STANDBY, True)
     site.says(route("b"), messages.Credit(1))
     assert site.did == [Close(route("b"))]
-
-
-def test_hub_hears_of_each_connection_that_is_over(site: Site) -> None:
-    site.offers("a")
-    site.do(site.relay.closed(route("a")))
-    assert site.did == [SendUp(messages.Gone(route("a")))]
 
 
 def test_connection_ends_where_the_hub_says_so(site: Site) -> None:
@@ -209,19 +200,11 @@ def test_only_admitted_workers_and_relays_count_as_members(site: Site) -> None:
     assert site.relay.members == {route(name) for name in ("a", "a+", "deep", "deep+")}
 
 
-def test_session_of_a_closed_connection_admits_no_other(site: Site) -> None:
-    site.says(route("a"), messages.Join("a"))
-    site.hub(welcome(b"session"), to=route("a"))
-    site.do(site.relay.closed(route("a")))
-    site.says(route("a+"), messages.Credit(1, session=b"session"))
-    assert not site.relay.members
-
-
-def test_message_for_a_closed_connection_is_answered_that_it_is_closed(site: Site) -> None:
+def test_hub_hears_of_a_closed_connection_and_again_when_it_still_sends_to_it(site: Site) -> None:
     site.offers("a")
-    site.do(site.relay.closed(route("a")))
-    site.do(site.relay.closed(route("a")))
-    assert site.did == [SendUp(messages.Gone(route("a")))]
+    for _ in range(2):
+        site.do(site.relay.closed(route("a")))
+        assert site.did == [SendUp(messages.Gone(route("a")))]
 
 
 def test_data_connections_of_a_worker_are_closed_with_its_control_connection(site: Site) -> None:
@@ -232,7 +215,8 @@ def test_data_connections_of_a_worker_are_closed_with_its_control_connection(sit
     site.says(route("a+"), messages.Credit(1, session=b"next"))
     site.do(site.relay.closed(route("a")))
     assert site.only(Close) == [Close(route("a+"))]
-    assert not site.relay.members
+    site.says(route("a+"), messages.Credit(1, session=b"next"))
+    assert not site.relay.members, "the session admits no other connection"
 
 
 def test_silent_relay_behind_this_one_is_closed(site: Site) -> None:
@@ -258,14 +242,6 @@ def test_relay_behind_that_reconnects_replaces_its_former_connections(site: Site
     assert site.answer()[0].numbers == ()
 
 
-def test_chunk_too_large_to_be_added_to_others_goes_to_the_hub(site: Site) -> None:
-    site.offers("a")
-    assert site.sends("a", 0, int(10 * core.LARGEST)) is None
-    fp16 = Site("fp16")
-    fp16.offers("a")
-    assert fp16.sends("a", 0, 100_000) is None
-
-
 def test_attaches_a_bounded_number_of_relays(site: Site) -> None:
     for number in range(core.MOST_RELAYS):
         site.says(route(f"{number}"), messages.Attach(f"{number}", number))
@@ -277,9 +253,6 @@ def test_attaches_a_bounded_number_of_relays(site: Site) -> None:
 def test_only_a_relay_can_speak_for_others(site: Site) -> None:
     site.do(site.relay.receive(route("a"), Via(route("b")), messages.Join("b"), None))
     assert not site.did
-
-
-# Chunks that are held, and sums.
 
 
 def test_sum_is_of_the_chunks_that_were_asked_for(site: Site) -> None:
@@ -322,23 +295,48 @@ def test_chunk_that_is_not_finite_is_told_and_not_held(site: Site) -> None:
     assert site.relay.held_bytes == 0
 
 
-@pytest.mark.parametrize("given", [{"purpose": Purpose.DONATION}, None], ids=["donation", "none"])
-def test_chunk_that_is_of_no_pseudo_gradient_goes_on(site: Site, given: Any) -> None:
-    if given is not None:
-        site.offers("a", **given)
-    assert site.sends("a", 0, 1) is None
+@pytest.mark.parametrize(
+    ("offer", "index", "value", "wire_dtype"),
+    [
+        pytest.param({"purpose": Purpose.DONATION}, 0, 1, None, id="of a seed worker"),
+        pytest.param(None, 0, 1, None, id="of no push"),
+        pytest.param({}, 2, 1, None, id="beyond the model"),
+        pytest.param({}, 0, int(10 * core.LARGEST), None, id="too large to be added to others"),
+        pytest.param({}, 0, 100_000, "fp16", id="too large for fp16"),
+    ],
+)
+def test_chunk_that_fits_no_sum_goes_on(
+    offer: Any, index: int, value: int, wire_dtype: str | None
+) -> None:
+    site = Site(wire_dtype)
+    if offer is not None:
+        site.offers("a", **offer)
+    assert site.sends("a", index, value) is None
 
 
-def test_hub_that_needs_each_push_gets_each() -> None:
-    site = Site()
+def test_hub_that_needs_each_push_gets_each(site: Site) -> None:
     site.hub(messages.Attached(TOKEN, False, "fp32", 4, TERMS.fragments))
     site.offers("a")
     assert site.sends("a", 0, 1) is None
 
 
-def test_chunk_beyond_the_model_goes_on(site: Site) -> None:
+def test_chunks_that_the_hub_has_not_asked_for_are_not_held(site: Site) -> None:
+    for number in range(100):
+        session = b"session-%d" % number
+        for fragment in (0, 1000 + number):
+            site.says(route("a"), messages.Push(session, number, fragment, 2, "fp32"))
+        site.says(route("a+"), messages.Chunk(0, 0, session, number), a_sum(1))
+    assert site.relay.held_bytes == 0
+    assert len(site.relay._offers) == 1
+
+
+def test_chunk_that_comes_again_is_not_held_again(site: Site) -> None:
     site.offers("a")
-    assert site.sends("a", 2, 1) is None
+    site.holds("a", 0, 11)
+    for _ in range(3):
+        site.says(route("a"), messages.Push(b"a", 1, 0, 2, "fp32"))
+        assert site.sends("a", 0, 11) is None
+    assert site.relay.held_bytes == 2
 
 
 def test_chunks_are_forgotten_when_the_hub_says_so(site: Site) -> None:
@@ -353,34 +351,21 @@ def test_chunks_are_forgotten_when_the_hub_says_so(site: Site) -> None:
     assert site.answer()[0].numbers == (second,)
 
 
-# Relays behind it.
-
-
-def test_sum_has_that_of_a_relay_behind_in_it(site: Site) -> None:
+@pytest.mark.parametrize(("found", "weight"), [((4, 6), 2.5), ((6,), 0.5)], ids=["all", "some"])
+def test_sum_of_a_relay_behind_has_the_weight_of_what_is_in_it(
+    site: Site, found: tuple[int, ...], weight: float
+) -> None:
     site.deep()
     site.offers("a")
-    own, others = site.holds("a", 0, 1), [site.holds_deep(number) for number in (4, 6)]
-    site.collects(1, (others[0], 2.0), (own, 1.0), (others[1], 0.5))
+    own, others = site.holds("a", 0, 1), {number: site.holds_deep(number) for number in (4, 6)}
+    site.collects(1, (others[4], 2.0), (own, 1.0), (others[6], 0.5))
     ((where, asked),) = site.downs(Collect)
-    assert where == route("deep")
-    assert asked.parts == (Part(4, 2.0), Part(6, 0.5))
+    assert (where, asked.parts) == (route("deep"), (Part(4, 2.0), Part(6, 0.5)))
     assert not site.ups(Combined)
-    site.says(route("deep+"), Combined(asked.request, 0, 0, (4, 6), "fp32"), a_sum(50))
+    site.says(route("deep+"), Combined(asked.request, 0, 0, found, "fp32"), a_sum(50))
     combined, mean = site.answer()
-    assert set(combined.numbers) == {own, *others}
-    assert mean == [(1, 1.0), (50, 2.5)]
-
-
-def test_weight_of_a_sum_is_that_of_what_is_in_it(site: Site) -> None:
-    site.deep()
-    site.offers("a")
-    own, others = site.holds("a", 0, 1), [site.holds_deep(number) for number in (4, 6)]
-    site.collects(1, (own, 1.0), (others[0], 2.0), (others[1], 0.5))
-    ((_, asked),) = site.downs(Collect)
-    site.says(route("deep+"), Combined(asked.request, 0, 0, (6,), "fp32"), a_sum(50))
-    combined, mean = site.answer()
-    assert set(combined.numbers) == {own, others[1]}
-    assert mean == [(1, 1.0), (50, 0.5)]
+    assert set(combined.numbers) == {own, *(others[number] for number in found)}
+    assert mean == [(1, 1.0), (50, weight)]
 
 
 def test_sums_of_two_relays_are_added_in_one_order(site: Site) -> None:
@@ -451,9 +436,6 @@ def test_connection_with_a_token_that_was_not_given_is_ended(site: Site) -> None
     assert site.only(Close) == [Close(route("x"))]
 
 
-# Versions.
-
-
 def chunk_of(counter: int, index: int = 0) -> messages.Chunk:
     return messages.Chunk(0, index, version=VersionId(RUN, counter, 1))
 
@@ -467,7 +449,12 @@ def test_chunk_of_a_version_comes_once_and_goes_to_each(site: Site) -> None:
     assert site.did == [SendDown(route("deep+"), chunk_of(3), b"values", Via(route("x")))]
 
 
-# The hub is gone.
+def test_chunk_of_a_version_goes_to_a_relay_behind_this_one_once(site: Site) -> None:
+    site.deep()
+    for number, worker in enumerate("abc"):
+        payload = None if number else b"values"
+        site.hub(chunk_of(3), payload, to=way(route("deep+"), route(worker)), bulk=True)
+        assert [each.payload for each in site.only(SendDown)] == [payload]
 
 
 def test_hub_that_is_silent_is_given_up_with_all_that_came_on_its_connections(site: Site) -> None:

@@ -99,9 +99,6 @@ def test_integers_are_the_largest() -> None:
     assert torch.equal(decode_chunk(span, terms[0].payload, "fp32"), given[0])
 
 
-# What few bits leave out.
-
-
 @pytest.mark.parametrize("dtype", FEW_BITS)
 def test_what_one_mean_leaves_out_is_in_those_after_it(dtype: str) -> None:
     """After any number of rounds what was sent and the sum of means differ by one residual."""
@@ -159,9 +156,6 @@ def test_mean_beyond_the_range_gives_the_residual_up_and_stays_finite() -> None:
     for given in (huge, huge, huge, values(2)):
         terms = [Term(coded(span, given, "fp32"), "fp32", 1.0)]
         assert bool(read(span, sums.mean(0, span, terms, "int4"), "int4").isfinite().all())
-
-
-# What the hub is told of a chunk.
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", *FEW_BITS])

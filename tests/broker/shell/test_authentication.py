@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import msgpack
@@ -31,6 +32,15 @@ def loop(folder: KeyFolder) -> Iterator[Loop]:
     made.close()
 
 
+@contextmanager
+def a_peer(folder: KeyFolder, name: str) -> Iterator[zmq.Socket[bytes]]:
+    """A socket with the key of this name, not connected yet."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        key(folder, name).lock(peer)
+        yield peer
+
+
 def turn_until(loop: Loop, is_so: Callable[[], object]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not is_so():
@@ -42,29 +52,25 @@ def control(action: str) -> bytes:
     return bytes(msgpack.packb({"v": 1, "kind": "control", "action": action, "request": 1}))
 
 
-def test_whoever_was_there_before_the_broker_is_let_in_at_its_first_turn(
-    loop: Loop, folder: KeyFolder
-) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as operator:
-        operator.linger = 0
-        key(folder, "anna").lock(operator)
-        with operator.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as refusals:
-            operator.connect(loop.sockets.address)
-            operator.send(control("status"))
-            doorkeeper = loop.sockets._doorkeeper
-            assert doorkeeper and doorkeeper.socket.poll(int(1000 * PATIENCE_S))
-            turn_until(loop, lambda: operator.poll(0) or refusals.poll(0))
-            assert not refusals.poll(0)
-            operator.disable_monitor()
+def test_peer_that_came_before_the_broker_is_let_in(loop: Loop, folder: KeyFolder) -> None:
+    with (
+        a_peer(folder, "anna") as operator,
+        operator.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as refusals,
+    ):
+        operator.connect(loop.sockets.address)
+        operator.send(control("status"))
+        doorkeeper = loop.sockets._doorkeeper
+        assert doorkeeper and doorkeeper.socket.poll(int(1000 * PATIENCE_S))
+        turn_until(loop, lambda: operator.poll(0) or refusals.poll(0))
+        assert not refusals.poll(0)
+        operator.disable_monitor()
 
 
 @pytest.mark.parametrize("meanwhile", ["its key is removed", "its key is replaced", "nothing"])
 def test_message_that_waited_while_its_key_was_taken_back_is_dropped(
     loop: Loop, folder: KeyFolder, meanwhile: str
 ) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as operator:
-        operator.linger = 0
-        key(folder, "anna").lock(operator)
+    with a_peer(folder, "anna") as operator:
         operator.connect(loop.sockets.address)
         operator.send(control("status"))
         turn_until(loop, lambda: operator.poll(0))
@@ -81,9 +87,7 @@ def test_message_that_waited_while_its_key_was_taken_back_is_dropped(
 
 
 def test_largest_buffer_comes_through_under_a_key(loop: Loop, folder: KeyFolder) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as worker:
-        worker.linger = 0
-        key(folder, "w0").lock(worker)
+    with a_peer(folder, "w0") as worker:
         worker.connect(loop.sockets.address)
         worker.send_multipart([b"header", bytes(MAX_BUFFER_BYTES)])
         until = time.monotonic() + PATIENCE_S

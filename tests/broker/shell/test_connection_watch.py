@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
 from diloco_broker.core.versions.readers import MAX_OBSERVER_CREDIT
-from diloco_broker.shell.chunks_on_the_way import STRANGERS_MAY_KEEP, Piece
-from diloco_broker.shell.connection_watch import (
-    ALL_STRANGERS_MAY_LEAVE,
-    ALL_STRANGERS_MAY_OWE,
-    EVERYBODY,
-    EVERYBODY_EVERY_S,
-    MEMBERS_MAY_LEAVE,
-    MEMBERS_MAY_OWE,
-    MEMBERS_READ_WITHIN_S,
-    MOST_STRANGERS,
-    READERS_MAY_OWE,
-    READS_WITHIN_S,
-    STRANGERS_EVERY_S,
-    STRANGERS_MAY_LEAVE,
-    STRANGERS_MAY_LEAVE_OF_CHUNKS,
-    STRANGERS_MAY_OWE,
-    Connection,
-    ConnectionWatch,
+from diloco_broker.shell import connection_watch as limits
+from diloco_broker.shell.chunks_on_the_way import (
+    STRANGERS_MAY_KEEP,
+    ChunksOnTheWay,
+    Piece,
+    end_keepers_of_old,
 )
+from diloco_broker.shell.connection_watch import Connection, ConnectionWatch
 from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
 from diloco_protocol.roles import Peer, Role
 
@@ -70,8 +60,8 @@ class Watching:
         """Two looks; between them each connection has its turn, so the second sees all bytes."""
         return [*self.look(*members), *self.look(*members)]
 
-    def look(self, *members: bytes, turns: int = EVERYBODY) -> list[str]:
-        self.now += EVERYBODY_EVERY_S
+    def look(self, *members: bytes, turns: int = limits.EVERYBODY) -> list[str]:
+        self.now += limits.EVERYBODY_EVERY_S
         self.watch.turns += turns
         return self.watch.look(members, self.now)
 
@@ -87,36 +77,45 @@ def looks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.thread_time", lambda: 0.0)
 
 
-def test_message_of_a_stranger_that_does_not_end_is_cut_off(on: Watching) -> None:
-    on.wire.taken = STRANGERS_MAY_OWE
-    assert on.looks() == []
+@pytest.mark.parametrize(
+    ("watch", "members", "may_owe"),
+    [
+        pytest.param(ConnectionWatch, (), limits.STRANGERS_MAY_OWE, id="peer"),
+        pytest.param(
+            ConnectionWatch, (A,), limits.MEMBERS_MAY_OWE, id="member, which sends chunks"
+        ),
+        pytest.param(
+            lambda: ConnectionWatch(limits.READERS_MAY_OWE), (), limits.READERS_MAY_OWE, id="feed"
+        ),
+    ],
+)
+def test_message_that_does_not_end_is_cut_off(
+    watch: Callable[[], ConnectionWatch], members: tuple[bytes, ...], may_owe: int
+) -> None:
+    on = Watching(watch=watch())
+    if members:
+        on.named().heard = on.wire.taken = 1000
+        assert on.looks(*members) == []
+    on.wire.taken += may_owe
+    assert on.looks(*members) == []
     on.wire.taken += 1
-    (why,) = on.looks()
-    assert "65 KiB" in why
+    (why,) = on.looks(*members)
     assert on.wire.is_shut
-
-
-def test_members_have_room_for_a_chunk(on: Watching) -> None:
-    on.named().heard = on.wire.taken = 1000
-    assert on.looks(A) == []
-    on.wire.taken += MEMBERS_MAY_OWE
-    assert on.looks(A) == []
-    on.wire.taken += 1
-    assert len(on.looks(A)) == 1
+    assert "65 KiB" in why or may_owe != limits.STRANGERS_MAY_OWE
 
 
 def test_connection_that_sends_whole_messages_may_send_any_number(on: Watching) -> None:
     for _ in range(2_000):
-        on.wire.taken += 10 * STRANGERS_MAY_OWE
-        on.named().heard += 10 * STRANGERS_MAY_OWE
+        on.wire.taken += 10 * limits.STRANGERS_MAY_OWE
+        on.named().heard += 10 * limits.STRANGERS_MAY_OWE
         assert on.looks() == []
 
 
 def test_message_that_does_not_end_counts_from_where_it_can_have_begun(on: Watching) -> None:
-    on.wire.taken = on.named().heard = STRANGERS_MAY_OWE
+    on.wire.taken = on.named().heard = limits.STRANGERS_MAY_OWE
     assert on.looks() == []
     for _ in range(2):  # behind a message that was whole
-        on.wire.taken += STRANGERS_MAY_OWE // 2
+        on.wire.taken += limits.STRANGERS_MAY_OWE // 2
         assert on.looks() == []
     on.wire.taken += 1
     assert len(on.looks()) == 1
@@ -128,7 +127,7 @@ def test_reader_that_does_not_read_is_cut_off(on: Watching) -> None:
     on.named().sent += 100
     on.wire.unsent = 100
     on.looks()
-    on.now += READS_WITHIN_S
+    on.now += limits.READS_WITHIN_S
     (why,) = on.looks()
     assert "10 s" in why
 
@@ -136,7 +135,7 @@ def test_reader_that_does_not_read_is_cut_off(on: Watching) -> None:
 def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
     on.named()
     on.looks()
-    on.named().sent += STRANGERS_MAY_LEAVE
+    on.named().sent += limits.STRANGERS_MAY_LEAVE
     on.wire.unsent = 4000
     for _ in range(1000):
         on.wire.delivered += 1
@@ -160,8 +159,8 @@ def test_chunks_on_their_way_to_a_slow_observer_are_no_answers(on: Watching) -> 
         on.wire.delivered += CHUNK // 10
         on.sends_chunk(CHUNK // 10)
         assert on.looks() == []
-    assert on.named().chunks.left > STRANGERS_MAY_LEAVE > on.named().left
-    on.named().sent += STRANGERS_MAY_LEAVE + 60
+    assert on.named().chunks.left > limits.STRANGERS_MAY_LEAVE > on.named().left
+    on.named().sent += limits.STRANGERS_MAY_LEAVE + 60
     on.wire.delivered += 10
     (why,) = on.looks()
     assert "8 MiB" in why
@@ -171,7 +170,7 @@ def test_chunks_past_all_credit_end_a_connection(on: Watching) -> None:
     on.named()
     on.looks()
     on.wire.unsent = 4000
-    for _ in range(STRANGERS_MAY_LEAVE_OF_CHUNKS // CHUNK):
+    for _ in range(limits.STRANGERS_MAY_LEAVE_OF_CHUNKS // CHUNK):
         on.sends_chunk(CHUNK)
     assert on.looks() == []
     on.sends_chunk(CHUNK)
@@ -183,10 +182,10 @@ def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watch
     on.sends_chunk(CHUNK)
     on.wire.unsent = 4000
     for _ in range(50):
-        on.now += MEMBERS_READ_WITHIN_S - 1
+        on.now += limits.MEMBERS_READ_WITHIN_S - 1
         on.wire.delivered += 1
         assert on.looks(A) == []
-    on.now += MEMBERS_READ_WITHIN_S
+    on.now += limits.MEMBERS_READ_WITHIN_S
     (why,) = on.looks(A)
     assert "300 s" in why
 
@@ -202,12 +201,12 @@ def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
     on.named().sent += 1000
     on.wire.unsent = 1009
     on.looks()
-    on.now += READS_WITHIN_S
+    on.now += limits.READS_WITHIN_S
     assert len(on.looks()) == 1
 
 
 def test_members_may_leave_more_and_take_their_time(on: Watching) -> None:
-    on.named().sent += MEMBERS_MAY_LEAVE
+    on.named().sent += limits.MEMBERS_MAY_LEAVE
     on.wire.unsent = 4000
     on.now += 1000
     assert on.looks(A) == on.looks(A) == []
@@ -217,20 +216,20 @@ def test_members_may_leave_more_and_take_their_time(on: Watching) -> None:
 
 def test_whole_messages_that_wait_are_no_message_that_has_not_ended(on: Watching) -> None:
     """A turn takes one of each connection: of one that sends many at once the others wait."""
-    size, number = STRANGERS_MAY_OWE // 2, 20
+    size, number = limits.STRANGERS_MAY_OWE // 2, 20
     on.named()
     on.wire.taken = number * size
     for _ in range(number):
         on.named().heard += size
         assert on.look(turns=6) == []
     assert on.look(turns=6) == on.look(turns=6) == []
-    on.wire.taken += STRANGERS_MAY_OWE + 1  # what does not end is seen behind them
+    on.wire.taken += limits.STRANGERS_MAY_OWE + 1  # what does not end is seen behind them
     assert len(on.look(turns=6) + on.look(turns=6)) == 1
 
 
 def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on: Watching) -> None:
     on.named()
-    on.wire.taken += STRANGERS_MAY_OWE + 1
+    on.wire.taken += limits.STRANGERS_MAY_OWE + 1
     found = [why for _ in range(10) for why in on.look(turns=1)]
     assert len(found) == 1
 
@@ -238,15 +237,15 @@ def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on:
 @pytest.mark.usefixtures("looks_cost_nothing")
 def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching) -> None:
     on.looks()
-    assert on.watch.next_look > on.now + 10 * STRANGERS_EVERY_S
+    assert on.watch.next_look > on.now + 10 * limits.STRANGERS_EVERY_S
     found: list[str] = []
     while not found:
         on.watch.stirred([7])
-        on.wire.taken += STRANGERS_MAY_OWE // 2
+        on.wire.taken += limits.STRANGERS_MAY_OWE // 2
         on.now = on.watch.next_look
-        on.watch.turns += EVERYBODY
+        on.watch.turns += limits.EVERYBODY
         found = on.watch.look((), on.now)
-    assert on.now < 100.3 + 5 * STRANGERS_EVERY_S
+    assert on.now < 100.3 + 5 * limits.STRANGERS_EVERY_S
 
 
 def test_descriptors_are_polled_of_those_who_have_not_joined() -> None:
@@ -268,27 +267,18 @@ def test_descriptors_are_polled_of_those_who_have_not_joined() -> None:
     assert polled == {7}, "it has left the run"
 
 
-def test_subscriber_of_the_feed_has_little_to_say() -> None:
-    watch, wire = ConnectionWatch(READERS_MAY_OWE), Wire(taken=READERS_MAY_OWE + 1)
-    watch.opened(7, wire)
-    watch.turns = EVERYBODY
-    assert watch.look((), 1.0) == []
-    watch.turns += EVERYBODY
-    assert len(watch.look((), 2.0)) == 1
-
-
 def test_subscriber_of_the_feed_that_does_not_read_is_ended_after_a_while() -> None:
-    watch, wire = ConnectionWatch(READERS_MAY_OWE), Wire(unsent=1)
+    watch, wire = ConnectionWatch(limits.READERS_MAY_OWE), Wire(unsent=1)
     watch.opened(7, wire)
-    assert watch.look((), 1.0) == watch.look((), 1.0 + READS_WITHIN_S) == []
+    assert watch.look((), 1.0) == watch.look((), 1.0 + limits.READS_WITHIN_S) == []
     wire.delivered += 1  # slow, but it reads
-    assert watch.look((), 2.0 + READS_WITHIN_S) == []
-    assert len(watch.look((), 3.0 + 2 * READS_WITHIN_S)) == 1
+    assert watch.look((), 2.0 + limits.READS_WITHIN_S) == []
+    assert len(watch.look((), 3.0 + 2 * limits.READS_WITHIN_S)) == 1
 
 
 @dataclass
 class Crowd:
-    """Strangers, each of whom costs less than they may."""
+    """Connections of peers that have not joined; `shut`: the numbers of those that were ended."""
 
     wires: list[Wire]
     watch: ConnectionWatch = field(default_factory=ConnectionWatch)
@@ -297,61 +287,55 @@ class Crowd:
         for number, wire in enumerate(self.wires):
             self.watch.opened(number, wire)
 
-    def looks(self) -> list[str]:
-        ended = []
+    def looks(self, *members: bytes) -> list[int]:
         for second in (1.0, 2.0):
-            self.watch.turns += EVERYBODY
-            ended += self.watch.look((), second)
-        return ended
+            self.watch.turns += limits.EVERYBODY
+            self.watch.look(members, second)
+        return self.shut
+
+    @property
+    def shut(self) -> list[int]:
+        return [number for number, wire in enumerate(self.wires) if wire.is_shut]
 
 
-def test_strangers_may_owe_so_much_together() -> None:
-    each = STRANGERS_MAY_OWE
-    crowd = Crowd([Wire(taken=each) for _ in range(ALL_STRANGERS_MAY_OWE // each + 3)])
-    assert len(crowd.looks()) == 3
-    ended = [wire.is_shut for wire in crowd.wires]
-    assert ended == sorted(ended, reverse=True), "the oldest go first"
-    assert ended.count(True) == 3
+def test_strangers_may_owe_so_much_together_and_the_oldest_go_first() -> None:
+    each = limits.STRANGERS_MAY_OWE
+    crowd = Crowd([Wire(taken=each) for _ in range(limits.ALL_STRANGERS_MAY_OWE // each + 3)])
+    assert crowd.looks() == [0, 1, 2]
 
 
 def test_strangers_may_leave_so_much_together() -> None:
-    each = STRANGERS_MAY_LEAVE
-    crowd = Crowd([Wire(unsent=each) for _ in range(ALL_STRANGERS_MAY_LEAVE // each + 2)])
-    crowd.looks()
-    assert [wire.is_shut for wire in crowd.wires].count(True) == 2
+    each = limits.STRANGERS_MAY_LEAVE
+    crowd = Crowd([Wire(unsent=each) for _ in range(limits.ALL_STRANGERS_MAY_LEAVE // each + 2)])
+    assert len(crowd.looks()) == 2
 
 
 def test_of_too_many_strangers_the_oldest_goes() -> None:
-    watch, wires = ConnectionWatch(), [Wire() for _ in range(MOST_STRANGERS + 2)]
-    for number, wire in enumerate(wires):
-        watch.opened(number, wire)
-    watch.name(A, 0, None)
-    assert len(watch.look({A}, 1.0)) == 1
-    assert [number for number, wire in enumerate(wires) if wire.is_shut] == [1]
+    crowd = Crowd([Wire() for _ in range(limits.MOST_STRANGERS + 2)])
+    crowd.watch.name(A, 0, None)
+    assert len(crowd.watch.look({A}, 1.0)) == 1
+    assert crowd.shut == [1]
 
 
 def test_of_too_many_strangers_those_go_first_that_were_not_let_in() -> None:
-    watch, wires = ConnectionWatch(), [Wire() for _ in range(MOST_STRANGERS + 2)]
-    for number, wire in enumerate(wires):
-        watch.opened(number, wire)
-    wires[0].delivered = 64 + 170 + 100  # greeting, CURVE's welcome, its end: whose key is let in
-    wires[1].delivered = 64 + 170  # who knows the broker's public key, and has none itself
-    assert len(watch.look((), 1.0)) == 2
-    assert [number for number, wire in enumerate(wires) if wire.is_shut] == [1, 2]
+    crowd = Crowd([Wire() for _ in range(limits.MOST_STRANGERS + 2)])
+    # Greeting, CURVE's welcome, its end: whose key is let in.
+    crowd.wires[0].delivered = 64 + 170 + 100
+    crowd.wires[1].delivered = 64 + 170  # who knows the broker's public key, and has none itself
+    assert len(crowd.watch.look((), 1.0)) == 2
+    assert crowd.shut == [1, 2]
 
 
 def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
-    watch, wires = ConnectionWatch(), [Wire() for _ in range(3)]
-    for number, wire in enumerate(wires):
-        watch.opened(number, wire)
+    crowd = Crowd([Wire() for _ in range(3)])
     w0, w1 = Peer(Role.WORKER, "w0"), Peer(Role.WORKER, "w1")
-    watch.name(b"0", 0, w0)
-    watch.name(b"1", 1, w1)
-    watch.shut_those_of({w0})
-    assert [wire.is_shut for wire in wires] == [True, False, True]
+    crowd.watch.name(b"0", 0, w0)
+    crowd.watch.name(b"1", 1, w1)
+    crowd.watch.shut_those_of({w0})
+    assert crowd.shut == [0, 2]
 
 
-def test_message_that_was_left_by_a_connection_that_is_gone_belongs_to_no_other(
+def test_message_left_by_a_connection_that_is_gone_belongs_to_no_other(
     on: Watching,
 ) -> None:
     on.named()
@@ -359,22 +343,22 @@ def test_message_that_was_left_by_a_connection_that_is_gone_belongs_to_no_other(
     on.watch.closed(7)
     assert on.watch.by_route.get(A) is None
     late = on.watch.name(A, 7, None)
-    late.see(on.now, EVERYBODY, 2)
+    late.see(on.now, limits.EVERYBODY, 2)
     assert late.too_much(is_member=False, may_owe=0, now=on.now) is None
 
 
 def test_name_given_by_what_came_late_of_another_is_corrected(on: Watching) -> None:
     late = on.watch.name(b"gone", 7, None)  # had the same number, and its message waited
-    late.heard += STRANGERS_MAY_OWE
+    late.heard += limits.STRANGERS_MAY_OWE
     on.wire.taken = 1000
     assert on.watch.name(A, 7, None).transport is None, "it may be this one that waited"
-    on.watch.turns += EVERYBODY
+    on.watch.turns += limits.EVERYBODY
     mine = on.watch.name(A, 7, None)
     assert on.watch.by_route.get(A) is mine
     assert mine.transport is on.wire
     assert on.watch.by_route.get(b"gone") is None
     assert on.watch.name(b"other", 7, None).transport is None, "now it is sure"
-    on.wire.taken += STRANGERS_MAY_OWE + 1
+    on.wire.taken += limits.STRANGERS_MAY_OWE + 1
     assert len(on.looks()) == 1
 
 
@@ -383,7 +367,7 @@ def test_end_that_was_meant_for_a_connection_that_is_gone_ends_no_other(on: Watc
     on.watch.name(b"gone", 7, None)
     on.watch.end(b"gone")
     assert not on.wire.is_shut
-    on.watch.turns += EVERYBODY
+    on.watch.turns += limits.EVERYBODY
     mine = on.watch.name(A, 7, None)
     assert on.watch.by_route.get(A) is mine
     assert not on.wire.is_shut
@@ -394,7 +378,7 @@ def test_end_that_was_meant_for_a_connection_that_is_gone_ends_no_other(on: Watc
 def test_end_comes_with_the_next_message_where_the_name_was_not_sure(on: Watching) -> None:
     connection = on.named()
     on.watch.end(A)
-    on.watch.turns += EVERYBODY
+    on.watch.turns += limits.EVERYBODY
     too_early = on.wire.is_shut
     assert on.watch.name(A, 7, None) is connection
     assert (too_early, on.wire.is_shut) == (False, True)
@@ -402,7 +386,7 @@ def test_end_comes_with_the_next_message_where_the_name_was_not_sure(on: Watchin
 
 def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> None:
     drawn, again = b"\0drawn", Wire()
-    on.watch.turns += EVERYBODY
+    on.watch.turns += limits.EVERYBODY
     on.watch.name(drawn, 7, None)
     on.watch.end(drawn)
     assert on.wire.is_shut
@@ -419,7 +403,7 @@ def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:
     other = Wire()
     wrong = on.watch.name(b"b", 7, None)
     on.watch.opened(8, other)
-    on.watch.turns += EVERYBODY
+    on.watch.turns += limits.EVERYBODY
     right = on.watch.name(b"b", 8, None)
     assert on.watch.by_route.get(b"b") is right
     assert wrong.route is None
@@ -434,7 +418,7 @@ def test_flood_of_connections_gets_no_more_looks_than_their_share() -> None:
     assert len(watch.look((), 1.0)) == 2
     watch.opened(3, Wire())
     assert watch.look((), 1.0) == []
-    assert watch.next_look <= 1.0 + EVERYBODY_EVERY_S
+    assert watch.next_look <= 1.0 + limits.EVERYBODY_EVERY_S
 
 
 @pytest.mark.usefixtures("looks_cost_nothing")
@@ -445,10 +429,85 @@ def test_readers_that_keep_old_versions_in_memory_are_ended_but_for_the_last() -
         watch.sent_chunk(
             watch.name(b"%d" % number, number, None), 4 << 20, Piece(0, 0, counter=number)
         )
-        now += EVERYBODY_EVERY_S
+        now += limits.EVERYBODY_EVERY_S
         for each in wires:  # a trickle
             each.delivered += 1
         watch.look((), now)
     kept = [number for number, wire in enumerate(wires) if not wire.is_shut]
     in_broker = OLD_VERSIONS_KEPT + 1
     assert kept == list(range(30 - in_broker - STRANGERS_MAY_KEEP // (4 << 20), 30))
+
+
+# Readers that keep old versions in the broker's memory: who is ended, and who may take their time.
+
+NEWEST = 10
+OLD = NEWEST - OLD_VERSIONS_KEPT - 1
+
+
+@dataclass
+class Reader:
+    chunks: ChunksOnTheWay = field(default_factory=ChunksOnTheWay)
+    is_shut: bool = False
+
+    def shut(self) -> None:
+        self.is_shut = True
+
+
+def a_reader(*counters: int, chunks: int = MAX_OBSERVER_CREDIT, since: float = 1.0) -> Reader:
+    """A connection that was sent this number of chunks of each version, and has read none."""
+    reader, sent = Reader(), 0
+    for counter in counters:
+        for index in range(chunks):
+            reader.chunks.add(sent, sent + CHUNK, Piece(0, index, counter))
+            sent += CHUNK
+    reader.chunks.see(0, since)
+    return reader
+
+
+MOST = STRANGERS_MAY_KEEP // CHUNK  # chunks
+
+
+@pytest.mark.parametrize(
+    ("readers", "ended"),
+    [
+        pytest.param(
+            [a_reader(each) for each in (NEWEST, NEWEST - 1, OLD + 1) for _ in "123"],
+            [],
+            id="versions that the broker keeps itself cost nothing",
+        ),
+        pytest.param([a_reader(OLD) for _ in range(30)], [], id="of one version they keep it once"),
+        pytest.param([a_reader(OLD, OLD - 1)], [], id="one alone may take its time"),
+        pytest.param(
+            [
+                a_reader(OLD - n, chunks=MOST // 3, since=since)
+                for n, since in enumerate((9.0, 7.0, 8.0, 6.0, 10.0))
+            ],
+            [1, 3],
+            id="who waits longest is ended first, and no more than must be",
+        ),
+        pytest.param(
+            [
+                a_reader(OLD, since=1.0),
+                a_reader(OLD, OLD - 1, chunks=MOST, since=2.0),
+                a_reader(OLD - 2, chunks=1, since=3.0),
+            ],
+            [0, 1],
+            id="what another keeps too is not won by ending one",
+        ),
+    ],
+)
+def test_keepers_of_old_versions_are_ended(readers: list[Reader], ended: list[int]) -> None:
+    end_keepers_of_old(readers, {0: NEWEST})
+    assert [number for number, each in enumerate(readers) if each.is_shut] == ended
+
+
+def test_what_was_read_is_kept_no_more() -> None:
+    reader = a_reader(OLD, since=1.0)
+    reader.chunks.see(CHUNK // 2, 2.0)
+    assert sum(reader.chunks.old({0: NEWEST}).values()) == MAX_OBSERVER_CREDIT * CHUNK
+    assert reader.chunks.left == MAX_OBSERVER_CREDIT * CHUNK - CHUNK // 2
+    reader.chunks.see(CHUNK, 3.0)
+    assert sum(reader.chunks.old({0: NEWEST}).values()) == (MAX_OBSERVER_CREDIT - 1) * CHUNK
+    assert reader.chunks.waits_since == 1.0
+    reader.chunks.see(MAX_OBSERVER_CREDIT * CHUNK, 4.0)
+    assert not reader.chunks.old({0: NEWEST}) and reader.chunks.left == 0

@@ -259,3 +259,16 @@ def test_message_that_never_ends_is_cut_off(broker: Broker, block: bytes) -> Non
         sends_until_ended(made, block)
     nothing_stays(memory)
     assert status(broker)["totals"]["rounds"] == 0
+
+
+# Of ZMTP 1 a frame is its length, a byte of flags, and what is in it; the first one is a name.
+NAME, MESSAGE = b"\x01\x00", b"\x06\x00hello"
+HTTP = b"GET / HTTP/1.1\r\nHost: broker:8512\r\nUser-Agent: a scanner of ports or a browser\r\n" * 9
+
+
+@pytest.mark.parametrize("said", [NAME + MESSAGE, NAME + b"\x06\x01hello" * 50 + MESSAGE, HTTP])
+def test_peer_of_zmtp_1_or_of_http_ends_nothing(broker: Broker, said: bytes) -> None:
+    """ZeroMQ takes such bytes for a peer of long ago, of which nothing is known."""
+    with contextlib.closing(connected(broker.address)) as raw:
+        raw.sendall(said)
+        wait_for(lambda: status(broker)["totals"]["malformed"])

@@ -1,70 +1,100 @@
-"""Those who have not joined get a share of the loop's time; above it they wait, in order."""
+"""Messages of peers that have not joined get a share of the loop's time; those of members never wait."""
 
 from __future__ import annotations
 
 from diloco_broker.shell.sockets import Incoming
-from diloco_broker.shell.strangers import ROOM, ROOM_BYTES, SAVED_AT_MOST_S, SHARE, Strangers
+from diloco_broker.shell.strangers import ROOM, SAVED_AT_MOST_S, SHARE, Intake
+
+COST_S = 0.005
+STRANGER, OTHER, MEMBER = b"stranger", b"other", b"member"
 
 
-def message(route: bytes, *, is_of_stranger: bool = True, size: int = 0) -> Incoming:
-    return Incoming(route, [bytes(size)], None, is_of_stranger)
+class Shell:
+    """An intake that charges each message of a stranger with `COST_S`, and what it did."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.members = {MEMBER}
+        self.taken: list[bytes] = []
+        self.ended: list[bytes] = []
+        self.intake = Intake(
+            lambda route: route in self.members,
+            lambda message: self.taken.append(message.route),
+            lambda route, _: self.ended.append(route),
+            COST_S,
+        )
+
+    def sends(self, route: bytes, count: int = 1, size: int = 1) -> None:
+        for _ in range(count):
+            is_of_stranger = route not in self.members
+            self.intake.deliver(Incoming(route, [bytes(size)], None, is_of_stranger), self.now)
+
+    def catches_up(self, *, is_idle: bool = True) -> None:
+        self.intake.catch_up(lambda: self.now, 10.0, is_idle=is_idle)
 
 
-def spent() -> Strangers:
-    """Strangers who have used up their share, at 0 s."""
-    strangers = Strangers()
-    assert strangers.has_time(0.0)
-    strangers.spend(SAVED_AT_MOST_S)
-    return strangers
+def spent() -> Shell:
+    """One in which strangers have just used up their share."""
+    shell = Shell()
+    shell.sends(b"early", int(SAVED_AT_MOST_S / COST_S) + 1)
+    shell.catches_up()
+    shell.taken.clear()
+    return shell
 
 
-def test_strangers_get_their_share_of_the_time() -> None:
-    strangers, used = spent(), 0.0
-    for millisecond in range(10_000):
-        while strangers.has_time(millisecond / 1000):
-            strangers.spend(0.005)
-            used += 0.005
-    assert abs(used - 10 * SHARE) < 0.01
+def test_flood_waits_and_a_member_does_not() -> None:
+    shell = Shell()
+    shell.sends(STRANGER, 500)
+    assert len(shell.taken) <= SAVED_AT_MOST_S / COST_S + 1
+    shell.sends(MEMBER)
+    assert shell.taken[-1] == MEMBER
 
 
-def test_members_never_wait_for_strangers() -> None:
-    strangers = spent()
-    assert strangers.comes_later(message(b"a"), 0.0)
-    assert strangers.put_off(message(b"a")) is None
-    assert not strangers.comes_later(message(b"b", is_of_stranger=False), 0.0)
+def test_waiting_messages_are_taken_at_the_rate_of_the_share() -> None:
+    shell = spent()
+    shell.sends(STRANGER, 500)
+    for _ in range(1000):
+        shell.now += 0.01
+        shell.catches_up(is_idle=False)
+    assert abs(len(shell.taken) - 10 * SHARE / COST_S) <= 2
+    shell.catches_up()
+    assert len(shell.taken) == 500 and not shell.intake
 
 
 def test_messages_of_one_connection_stay_in_order() -> None:
-    strangers = spent()
-    strangers.put_off(message(b"a"))
-    assert strangers.comes_later(message(b"a", is_of_stranger=False), 100.0), "it has joined since"
-    assert strangers.comes_later(message(b"b"), 100.0), "there is time, but one came before"
-    strangers.put_off(message(b"b"))
-    assert [strangers.next().route, strangers.next().route] == [b"a", b"b"]
-    assert not strangers
-    assert not strangers.comes_later(message(b"a"), 100.0)
+    shell = spent()
+    shell.sends(STRANGER)
+    shell.members.add(STRANGER)
+    shell.now = 100.0  # there is time again
+    shell.sends(STRANGER)
+    shell.sends(OTHER)
+    assert not shell.taken
+    shell.catches_up()
+    assert shell.taken == [STRANGER, STRANGER, OTHER] and not shell.intake
+    shell.sends(OTHER)
+    assert shell.taken[-1] == OTHER and not shell.intake
 
 
-def test_room_for_those_that_wait_is_bounded() -> None:
-    strangers = spent()
-    strangers.put_off(message(b"quiet"))
-    ended = [strangers.put_off(message(b"loud")) for _ in range(ROOM)]
-    assert ended == [None] * (ROOM - 1) + [b"loud"]
-    assert strangers.next().route == b"quiet"
-    assert not strangers
+def test_peer_with_the_most_waiting_messages_is_disconnected() -> None:
+    shell = spent()
+    shell.sends(OTHER)
+    shell.sends(STRANGER, ROOM - 1)
+    assert not shell.ended
+    shell.sends(STRANGER)
+    assert shell.ended == [STRANGER]
+    shell.catches_up()
+    assert shell.taken == [OTHER]
 
 
 def test_four_descriptions_at_once_may_wait_and_the_loudest_by_bytes_goes() -> None:
-    strangers = spent()
-    assert strangers.put_off(message(b"quiet")) is None
-    for _ in range(171):
-        for route in (b"a", b"b", b"c", b"d"):
-            assert strangers.put_off(message(route, size=48 << 10)) is None
-    ended = [strangers.put_off(message(b"loud", size=ROOM_BYTES >> 2)) for _ in range(2)]
-    assert ended == [None, b"loud"]
-    assert not strangers.comes_later(message(b"loud", is_of_stranger=False), 0.0)
-    left = []
-    while strangers:
-        left.append(strangers.next().route)
-    assert len(left) == 1 + 4 * 171
-    assert not strangers.comes_later(message(b"a", is_of_stranger=False), 0.0)
+    shell = spent()
+    shell.sends(OTHER)
+    for route in (b"a", b"b", b"c", b"d"):
+        shell.sends(route, 171, 48 << 10)
+    assert not shell.ended
+    shell.sends(STRANGER, 319, 48 << 10)
+    assert not shell.ended
+    shell.sends(STRANGER, 1, 48 << 10)
+    assert shell.ended == [STRANGER]
+    shell.catches_up()
+    assert len(shell.taken) == 1 + 4 * 171

@@ -7,9 +7,11 @@ round is finished after each.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -42,6 +44,12 @@ def a_broker(workers: int = 2, initial: Any = None, **fields: Any) -> Broker:
 def broker() -> Iterator[Broker]:
     with a_broker() as running:
         yield running
+
+
+def begins(worker: RawWorker) -> None:
+    """Join as the first worker, with parameters of zero."""
+    worker.join(one_tensor(ELEMENTS))
+    worker.donate(torch.zeros(ELEMENTS))
 
 
 def as_read(delta: Tensor, wire: str) -> Tensor:
@@ -117,7 +125,7 @@ def play_all(broker: Broker, theta: Tensor, deltas: list[list[Tensor]]) -> list[
     ],
 )
 @pytest.mark.parametrize("workers", [1, 3])
-def test_rounds_equal_the_single_process_reference(
+def test_rounds_equal_the_reference(
     wire: str, workers: int, momentum: float, nesterov: bool
 ) -> None:
     generator = torch.Generator().manual_seed(workers)
@@ -143,7 +151,7 @@ def test_rounds_equal_the_single_process_reference(
     "options", [{}, {"deterministic": True}, {"quorum": 3}, {"aggregate": "clip-median-norm"}]
 )
 @pytest.mark.parametrize("names", [list(DTYPES), list(FEW_BITS)], ids=["plain", "few bits"])
-def test_workers_of_a_round_may_each_have_their_own_wire_dtype(
+def test_workers_may_each_have_their_own_wire_dtype(
     options: dict[str, Any], names: list[str]
 ) -> None:
     theta, delta = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
@@ -197,7 +205,7 @@ def finish_a_round(broker: Broker) -> None:
         ([b"x"] * 50, "bad_frames"),
     ],
 )
-def test_garbage_gets_a_sentence_and_the_run_goes_on(
+def test_garbage_gets_an_error_and_costs_no_run(
     broker: Broker, frames: list[bytes], code: str
 ) -> None:
     with RawWorker(broker.address, "vandal") as vandal:
@@ -220,22 +228,14 @@ def test_frame_over_the_limit_costs_only_its_sender_the_connection(broker: Broke
         (b"\x00\x00\xc0\x7f" * 8, {}, "non_finite"),
     ],
 )
-def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
+def test_bad_chunk_gets_an_error_and_no_more(
     payload: bytes, fields: dict[str, int], code: str
 ) -> None:
     with a_broker(3) as broker, RawWorker(broker.address, "vandal") as vandal:
-        vandal.join(one_tensor(ELEMENTS))
-        vandal.donate(torch.zeros(ELEMENTS))
+        begins(vandal)
         vandal.pull(ELEMENTS)
-        vandal.send(
-            "push",
-            session=vandal.session,
-            push_id=1,
-            fragment=0,
-            chunks=7,
-            wire_dtype="fp32",
-            base=vandal.version,
-        )
+        offer: dict[str, Any] = {"push_id": 1, "fragment": 0, "chunks": 7, "wire_dtype": "fp32"}
+        vandal.send("push", session=vandal.session, base=vandal.version, **offer)
         vandal.receive("grant")
         vandal.send_chunk(1, 0, payload, fields)
         error = vandal.receive("error")
@@ -257,8 +257,7 @@ def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
 
 def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
     with a_broker(2, heartbeat_timeout=0.0) as broker, RawWorker(broker.address, "w0") as stays:
-        stays.join(one_tensor(ELEMENTS))
-        stays.donate(torch.zeros(ELEMENTS))
+        begins(stays)
         stays.pull(ELEMENTS)
         with RawWorker(broker.address, "w1") as vanishes:
             vanishes.join(one_tensor(ELEMENTS))
@@ -288,6 +287,28 @@ def test_port_in_use_is_one_sentence() -> None:
         Broker(BrokerConfig(bind=broker.address, feed="tcp://127.0.0.1:*"))
 
 
+def test_a_second_broker_at_the_same_file_is_refused_and_the_first_stays(tmp_path: Path) -> None:
+    control, feed = (f"ipc://{tmp_path / name}" for name in ("control", "feed"))
+    first = Sockets(control, feed)
+    try:
+        with pytest.raises(UsageError, match="--bind ipc://"):
+            Sockets(control, f"ipc://{tmp_path / 'other'}")
+        with pytest.raises(UsageError, match="--feed ipc://"):
+            Sockets(f"ipc://{tmp_path / 'other'}", feed)
+        with socket.socket(socket.AF_UNIX) as worker:
+            worker.connect(str(tmp_path / "control"))
+    finally:
+        first.close()
+
+
+def test_the_file_of_a_broker_that_was_killed_is_taken_over(tmp_path: Path) -> None:
+    for name in ("control", "feed"):
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(tmp_path / name))
+        assert (tmp_path / name).is_socket()
+    Sockets(f"ipc://{tmp_path / 'control'}", f"ipc://{tmp_path / 'feed'}").close()
+
+
 def test_mistake_of_ours_costs_one_message_and_not_the_run(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,8 +331,7 @@ def test_mistake_of_ours_costs_one_message_and_not_the_run(
 def test_stop_tells_the_workers_and_ends_in_time(restarting: bool) -> None:
     broker = a_broker(1).start()
     with RawWorker(broker.address, "w0") as worker:
-        worker.join(one_tensor(ELEMENTS))
-        worker.donate(torch.zeros(ELEMENTS))
+        begins(worker)
         stopper = threading.Thread(target=lambda: broker.stop(restarting=restarting))
         stopper.start()
         while worker.receive("notice")["what"] != ("restarting" if restarting else "shutdown"):
@@ -331,8 +351,7 @@ def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
         raise RuntimeError("a mistake of ours")
 
     with RawWorker(broker.address, "w0") as worker:
-        worker.join(one_tensor(ELEMENTS))
-        worker.donate(torch.zeros(ELEMENTS))
+        begins(worker)
         monkeypatch.setattr(broker._loop, "_turn", fails)
         while (notice := worker.receive("notice"))["what"] != "restarting":
             assert notice["what"] != "shutdown"
@@ -367,7 +386,7 @@ def test_broker_listens_where_it_was_told(host: str) -> None:
         assert worker.pull(ELEMENTS).sum() == ELEMENTS
 
 
-def test_loop_rests_between_heartbeats_and_never_before_those_that_are_there(
+def test_loop_rests_only_when_no_heartbeats_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two thousand wait when it begins; with a rest after each slice of time it would be dozens."""

@@ -55,7 +55,7 @@ def test_a_standby_refuses_options_that_begin_a_run(tmp_path: Path, option: dict
     assert not (tmp_path / "copy").exists()
 
 
-def test_with_keys_a_standby_takes_that_of_an_operator(
+def test_a_standby_needs_the_key_of_an_operator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = KeyFolder.make(tmp_path / "keys")
@@ -104,7 +104,7 @@ def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -
                 operator.ask("set", outer_lr=0.7)
 
 
-def test_a_standby_whose_options_do_not_fit_says_so_and_leaves_the_run_to_the_hub(
+def test_a_standby_whose_options_do_not_fit_leaves_the_run_to_the_hub(
     tmp_path: Path,
 ) -> None:
     model = {f"layers.{n}.weight": torch.zeros(4, 4) for n in range(2)}
@@ -147,9 +147,7 @@ def test_a_standby_whose_disk_is_full_stays_one_and_tries_again(
     standby.stop()
 
 
-def test_a_message_that_cannot_be_handled_ends_no_standby(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_of_ours_ends_no_standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Broker(config_of(tmp_path / "hub", standby=True))
     standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
     with hub:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -14,16 +15,16 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.effects import ReadCheckpoint
 from diloco_broker.standby import mirror as mirrors
-from diloco_broker.standby.mirror import Mirror
+from diloco_broker.standby.mirror import Copy, CopyFailed, Mirror, Outdated, listing_of
 from diloco_broker.storage import checkpoint
-from diloco_broker.storage.pieces import MOST_WAITING, PieceReader
+from diloco_broker.storage.checkpoint import Damaged
+from diloco_broker.storage.pieces import MOST_WAITING, PIECE_BYTES, PieceReader, files_of
 from diloco_protocol.clients import Operator
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.errors import UsageError
-from diloco_protocol.messages import Error, Message
+from diloco_protocol.messages import Error, Message, Result
 from kit.checkpoints import a_checkpoint, assert_equal
 from kit.process_kit import Processes, save_for_ever, wait_for
-from kit.sites import Sites, assert_same, star
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -58,9 +59,7 @@ def is_copied(mirror: Mirror, source: Path) -> Path:
     return mirror.newest
 
 
-def test_newest_checkpoint_is_copied_and_a_newer_one_when_it_is_there(
-    hub: Broker, tmp_path: Path
-) -> None:
+def test_newest_checkpoint_is_copied_and_then_the_next(hub: Broker, tmp_path: Path) -> None:
     folder, there = tmp_path / "hub", tmp_path / "standby"
     (first,) = checkpoint.found(folder)
     with Mirror(hub.address, there) as mirror:
@@ -126,9 +125,7 @@ def test_checkpoint_that_is_copied_slowly_is_kept_for_it(tmp_path: Path) -> None
         reader.close()
 
 
-def test_copy_that_is_there_already_is_compared_and_not_copied_again(
-    hub: Broker, tmp_path: Path
-) -> None:
+def test_copy_that_is_there_is_compared_and_not_made_again(hub: Broker, tmp_path: Path) -> None:
     there = tmp_path / "standby"
     (first,) = checkpoint.found(tmp_path / "hub")
     shutil.copytree(first, there / first.name)
@@ -141,33 +138,7 @@ def test_copy_that_is_there_already_is_compared_and_not_copied_again(
         assert mirror.bytes_copied > 0
 
 
-@pytest.mark.parametrize("reply", ["fp32", "int4z"])
-def test_broker_goes_on_from_the_copy_bit_for_bit(tmp_path: Path, reply: str) -> None:
-    """With momentum, and what replies have not sent of the parameters yet."""
-    there = tmp_path / "standby"
-    of_the_run: dict[str, Any] = {
-        "reply_dtype": reply,
-        "outer_momentum": 0.9,
-        "deterministic": True,
-        "min_workers": 2,
-    }
-    expected = star(range(6), "a", "b", **of_the_run)
-    with Sites() as sites:
-        hub = sites.hub(2, save_dir=str(tmp_path / "hub"), **of_the_run)
-        sites.workers(hub, "a", "b")
-        sites.rounds(range(3), "a", "b")
-        with Mirror(hub.address, there) as mirror:
-            wait_for(lambda: has_copied(mirror, "checkpoint-0001-000000000003"))
-    with Sites() as sites:
-        second = sites.hub(2, has_model=False, save_dir=str(there), recover_wait=0.0, **of_the_run)
-        assert second.resumes
-        sites.workers(second, "a", "b")
-        assert_same(expected, sites.rounds(range(3, 6), "a", "b"))
-
-
-def test_copies_are_sound_while_the_hub_writes_and_removes(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_copies_are_sound_while_the_hub_saves(processes: Processes, tmp_path: Path) -> None:
     """A writer that keeps two of them takes many away in the middle of a copy."""
     folder, there = tmp_path / "hub", tmp_path / "standby"
     with Broker(options(folder)) as hub, Mirror(hub.address, there, keep=3) as mirror:
@@ -182,7 +153,7 @@ def test_copies_are_sound_while_the_hub_writes_and_removes(
         assert_equal(checkpoint.load(path), written)
 
 
-def test_hub_that_saves_nothing_says_so_and_so_does_one_without_a_checkpoint(
+def test_hub_that_saves_nothing_or_has_no_checkpoint_yet_says_so(
     tmp_path: Path,
 ) -> None:
     with Broker(options(tmp_path / "hub")) as hub, Mirror(hub.address, tmp_path / "a") as mirror:
@@ -197,9 +168,7 @@ def test_folder_of_another_broker_is_left_alone(hub: Broker, tmp_path: Path) -> 
         Mirror(hub.address, tmp_path / "hub")
 
 
-def test_checkpoint_of_another_run_that_would_be_taken_instead_is_named(
-    hub: Broker, tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_run_in_the_folder_is_named(hub: Broker, tmp_path: Path) -> None:
     there = tmp_path / "standby"
     other = there / "checkpoint-0009-000000000001"
     shutil.copytree(checkpoint.found(tmp_path / "hub")[0], other)
@@ -221,7 +190,7 @@ def test_checkpoint_of_another_run_that_would_be_taken_instead_is_named(
         {"checkpoint": "checkpoint-0001-000000000001", "offset": 0},
     ],
 )
-def test_nothing_but_files_of_checkpoints_is_read(
+def test_only_files_of_checkpoints_are_read(
     hub: Broker, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     (place,) = checkpoint.found(tmp_path / "hub")
@@ -245,3 +214,126 @@ def test_more_requests_than_may_wait_are_refused(tmp_path: Path) -> None:
         assert asked == [0, 1, 2]
     finally:
         reader.close()
+
+
+# What is asked of a hub for a checkpoint, and what is believed of its answers.
+
+NAME = "checkpoint-0001-000000000004"
+FILES = {
+    "fragment-0.safetensors": b"a" * (2 * PIECE_BYTES + 5),
+    "fragment-1.safetensors": b"b" * PIECE_BYTES,
+    "checkpoint.json": b"{}",
+}
+
+
+def row(name: str, content: bytes) -> dict[str, Any]:
+    return {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def listed(**changed: Any) -> Result:
+    data = {"checkpoint": NAME, "files": tuple(row(*each) for each in FILES.items()), **changed}
+    return Result(1, True, "", data)
+
+
+def answer(copy: Copy) -> Result:
+    """The piece that is to come next, as the hub sends it."""
+    file, offset = copy.missing[0]
+    piece = FILES[file.name][offset : offset + PIECE_BYTES]
+    return Result(2, True, "", {"offset": offset, "bytes": piece})
+
+
+@pytest.fixture
+def a_copy(tmp_path: Path) -> Copy:
+    return Copy(listing_of(listed()), tmp_path, {})
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    (aside,) = folder.iterdir()
+    return {path.name: path.read_bytes() for path in aside.iterdir()}
+
+
+def test_all_files_come_piece_by_piece_the_manifest_last(a_copy: Copy, tmp_path: Path) -> None:
+    while a_copy.missing:
+        assert "checkpoint.json" not in written(tmp_path)
+        a_copy.arrives(answer(a_copy))
+    assert written(tmp_path) == FILES
+    a_copy.drop()
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_that_is_here_does_not_come_again_but_the_manifest_does(tmp_path: Path) -> None:
+    listing, here = listing_of(listed()), tmp_path / "here"
+    here.write_bytes(FILES["fragment-0.safetensors"])
+    sums = {each.sha256: here for each in listing.files if "1" not in each.name}
+    copy = Copy(listing, tmp_path / "copies", sums)
+    assert {file.name for file, _ in copy.missing} == {"fragment-1.safetensors", "checkpoint.json"}
+    while copy.missing:
+        copy.arrives(answer(copy))
+    assert written(tmp_path / "copies") == FILES
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"checkpoint": "../elsewhere"},
+        {"checkpoint": None},
+        {"files": ()},
+        {"files": 5},
+        {"files": (row("checkpoint.json", b""), row("fragment-0.safetensors", b""))},
+        {"files": (row("../x", b""), row("checkpoint.json", b""))},
+        {"files": (row("checkpoint.json", b"") | {"bytes": -1},)},
+        {"files": (row("checkpoint.json", b"") | {"sha256": "x"},)},
+        {"files": (row("checkpoint.json", b""), row("checkpoint.json", b""))},
+    ],
+)
+def test_listing_that_is_no_checkpoint_is_not_believed(changed: dict[str, Any]) -> None:
+    with pytest.raises(CopyFailed):
+        listing_of(listed(**changed))
+
+
+@pytest.mark.parametrize(("again", "error"), [({"again": True}, Outdated), ({}, CopyFailed)])
+def test_refusal_says_whether_to_ask_for_the_newest(
+    a_copy: Copy, again: dict[str, Any], error: type[CopyFailed]
+) -> None:
+    refused = Result(1, False, "It is not kept any more.", again)
+    with pytest.raises(error, match="not kept"):
+        listing_of(refused)
+    with pytest.raises(error) as raised:
+        a_copy.arrives(refused)
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"offset": 0, "bytes": b"a"},
+        {"offset": PIECE_BYTES, "bytes": b"a" * PIECE_BYTES},
+        {"offset": 0, "bytes": "a" * PIECE_BYTES},
+    ],
+)
+def test_another_piece_than_was_asked_for_ends_the_copy(a_copy: Copy, data: dict[str, Any]) -> None:
+    with pytest.raises(CopyFailed, match="piece"):
+        a_copy.arrives(Result(2, True, "", data))
+
+
+def test_file_that_came_damaged_is_not_taken(tmp_path: Path) -> None:
+    there = checkpoint.save(tmp_path / "hub", a_checkpoint(), keep=1)
+    copy = Copy(listing_of(listed(files=tuple(files_of(there)))), tmp_path / "here", {})
+    while copy.missing:
+        content = (there / copy.missing[0][0].name).read_bytes()
+        damaged = content if len(copy.missing) == 1 else content[:-1] + b"X"
+        copy.arrives(Result(2, True, "", {"offset": 0, "bytes": damaged}))
+    with pytest.raises(Damaged, match="checksum"):
+        copy.finish(tmp_path / "here" / NAME)
+    assert not (tmp_path / "here" / NAME).exists()
+
+
+def test_manifest_that_names_other_files_than_were_listed_is_not_taken(tmp_path: Path) -> None:
+    place = checkpoint.save(tmp_path / "hub", a_checkpoint(), keep=1)
+    content = (place / "checkpoint.json").read_bytes()
+    copy = Copy(listing_of(listed(files=(row("checkpoint.json", content),))), tmp_path / "here", {})
+    copy.arrives(Result(2, True, "", {"offset": 0, "bytes": content}))
+    with pytest.raises(CopyFailed, match="manifest"):
+        copy.finish(tmp_path / "here" / NAME)
+    assert not (tmp_path / "here" / NAME).exists()

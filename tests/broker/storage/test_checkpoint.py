@@ -1,20 +1,29 @@
-"""Checkpoints on disk: whole or not at all, found again, never believed when damaged."""
+"""Checkpoints on disk: whole or not at all, found again, never believed when damaged or hostile."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from diloco_broker import BrokerConfig
+from diloco_broker.cli.checkpoint_report import describe
 from diloco_broker.core.data.data_sets import DataSets
 from diloco_broker.core.versions.record import DataSetRecord
 from diloco_broker.storage import checkpoint, checkpoint_format
-from diloco_broker.storage.checkpoint import Damaged
+from diloco_broker.storage.checkpoint import MANIFEST, MOST_JSON_BYTES, Damaged
+from diloco_broker.storage.resume import newest_checkpoint
 from diloco_protocol.data.spans import MOST_RANGES
+from diloco_protocol.errors import UsageError
 from kit.checkpoints import a_checkpoint, assert_equal
 
 
@@ -106,10 +115,7 @@ def test_file_that_is_missing_is_noticed(tmp_path: Path, name: str) -> None:
 
 def test_other_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, a_checkpoint(), keep=1)
-    body = checkpoint.read_manifest(path)
-    body["format"] = 99
-    text = json.dumps({"sha256": checkpoint._sum_of(body), "checkpoint": body})
-    (path / "checkpoint.json").write_text(text)
+    write_body(path, checkpoint.read_manifest(path) | {"format": 99})
     with pytest.raises(Damaged, match="format 99, this release reads 1"):
         checkpoint.load(path)
 
@@ -143,3 +149,158 @@ def test_folder_of_a_save_that_was_killed_is_no_checkpoint(tmp_path: Path) -> No
     path.rename(tmp_path / f".{path.name}.1234")
     assert checkpoint.found(tmp_path) == []
     assert checkpoint.found(tmp_path / "nowhere") == []
+
+
+# Checkpoints written to do harm: the checksum fits, and the content is impossible.
+
+FILE = "fragment-0.safetensors"
+
+
+def a_saved(folder: Path) -> Path:
+    return checkpoint.save(folder, a_checkpoint(), keep=3)
+
+
+def write_body(path: Path, body: Any) -> None:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": body}
+    (path / MANIFEST).write_text(json.dumps(whole))
+
+
+def is_refused(path: Path) -> str:
+    """By all that read its tensors; returns the sentence. `inspect` looks at sums alone."""
+    with pytest.raises(Damaged) as refused:
+        checkpoint.load(path)
+    json.dumps(describe(path, quick=False))
+    config = BrokerConfig(num_fragments=2, chunk_elements=4, sync_every=4, resume=str(path))
+    with pytest.raises(UsageError):
+        newest_checkpoint(config)
+    return str(refused.value)
+
+
+def set_(*place: Any) -> Callable[[Any], None]:
+    *way, key, value = place
+
+    def change(body: Any) -> None:
+        for each in way:
+            body = body[each]
+        body[key] = value
+
+    return change
+
+
+HOSTILE = {
+    "a fragment list": set_("fragments", []),
+    "no number": set_("number", float("inf")),
+    "a negative number": set_("number", -4),
+    "a shape below zero": set_("manifest", "entries", 0, "shape", [-5, 3]),
+    "a model beyond any memory": set_("manifest", "entries", 0, "shape", [2**62, 2**62]),
+    "books without end": set_("manifest", "entries", 0, "shape", [10**10]),
+    "chunks of nothing": set_("chunk_elements", 0),
+    "chunks of less": set_("chunk_elements", -1),
+    "fragments without end": set_("num_fragments", 10**12),
+    "a plan for others": set_("plan", [0, 1, 1, 1, 10**9]),
+    "a counter that overflows": set_("fragments", "0", "version", "counter", 2**64 - 1),
+    "another run": set_("fragments", "0", "version", "run", "\x1b[2J"),
+    "counts that are texts": set_("workers", {"w": {"pushes": "many"}}),
+    "a worker with escapes": set_("workers", {"\x1b[2J": {}}),
+    "a worker that left with escapes": set_("left", ["\x1b[2J"]),
+    "a missing worker with escapes": set_("missing", ["\x1b[2J"]),
+    "totals of another kind": set_("totals", {"rounds": []}),
+    "files as a list": set_("files", []),
+    "options as a list": set_("config", [1]),
+    "outer state of too few": set_(
+        "fragments", "0", "outer", {"momentum": [True, False, False, False]}
+    ),
+    "outer state as a text": set_("fragments", "0", "outer", "x"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_checkpoint_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
+    path = a_saved(tmp_path)
+    body = checkpoint.read_manifest(path)
+    HOSTILE[what](body)
+    write_body(path, body)
+    assert len(is_refused(path)) < 600
+    is_of_tensors = what.startswith("outer state")
+    assert describe(path, quick=True)["sound"] == is_of_tensors
+
+
+@pytest.mark.parametrize("name", ["../../../../etc/passwd", "/dev/zero", "checkpoint.json"])
+def test_file_that_is_none_of_a_checkpoint_is_not_opened(tmp_path: Path, name: str) -> None:
+    path = a_saved(tmp_path)
+    body = checkpoint.read_manifest(path)
+    body["files"][name] = {"bytes": 1, "sha256": ""}
+    write_body(path, body)
+    assert Path(name).name in is_refused(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 10_000, "{}", "[]", '{"checkpoint": 1}'])
+def test_json_that_is_a_bomb_or_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    path = a_saved(tmp_path)
+    (path / MANIFEST).write_text(text)
+    is_refused(path)
+
+
+def test_json_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
+    path = a_saved(tmp_path)
+    with open(path / MANIFEST, "r+b") as file:
+        file.truncate(MOST_JSON_BYTES + 1)  # of no blocks: it takes no room
+    assert "bytes" in is_refused(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+@pytest.mark.parametrize("name", [FILE, MANIFEST])
+def test_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = a_saved(tmp_path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    is_refused(path)
+
+
+def test_link_to_a_device_is_not_read_for_ever(tmp_path: Path) -> None:
+    path = a_saved(tmp_path)
+    (path / FILE).unlink()
+    (path / FILE).symlink_to("/dev/zero")
+    is_refused(path)
+
+
+@pytest.mark.parametrize("dtype", ["I32", "BOOL"])
+def test_tensors_of_another_kind_are_refused(tmp_path: Path, dtype: str) -> None:
+    path = a_saved(tmp_path)
+    whole = (path / FILE).read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    size = {"I32": 4, "BOOL": 1}[dtype]
+    first, rest = header["parameters"], whole[8 + length :]
+    first["dtype"] = dtype
+    first["shape"] = [(first["data_offsets"][1] - first["data_offsets"][0]) // size]
+    text = json.dumps(header).encode()
+    (path / FILE).write_bytes(struct.pack("<Q", len(text)) + text + rest)
+    with safe_open(path / FILE, framework="pt"):
+        pass  # it is a sound file of safetensors, but not of ours
+    body = checkpoint.read_manifest(path)
+    changed = (path / FILE).read_bytes()
+    body["files"][FILE] = {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
+    write_body(path, body)
+    is_refused(path)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [MemoryError("no"), OSError(24, "Too many open files"), RuntimeError("not enough memory")],
+)
+def test_trouble_of_the_machine_damages_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    path = a_saved(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise trouble
+
+    monkeypatch.setattr(checkpoint_format, "without_tensors", fails)
+    with pytest.raises((MemoryError, OSError)):
+        checkpoint.load_record(path)
+    monkeypatch.setattr(checkpoint, "load", checkpoint.load_record)
+    with pytest.raises(UsageError, match="no older one is used"):
+        newest_checkpoint(BrokerConfig(save_dir=str(tmp_path)))

@@ -53,7 +53,7 @@ def test_nobody_else_may_read_or_write_anything_of_it(tmp_path: Path) -> None:
     assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_file()} == {0o600}
 
 
-def test_first_call_prints_a_line_for_each_machine_and_the_files_are_what_it_says(
+def test_first_call_prints_a_line_for_each_machine_and_makes_its_files(
     path: Path,
 ) -> None:
     _, said = keygen(path, "gpu-0", "gpu-1", "--operator", "anna")

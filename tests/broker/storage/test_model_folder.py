@@ -49,7 +49,7 @@ def like(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_one_file", [True, False])
-def test_pieces_of_a_former_model_go_and_files_of_others_stay(
+def test_files_of_a_former_model_go_others_stay(
     like: Path, tmp_path: Path, is_one_file: bool
 ) -> None:
     """from_pretrained would load model.safetensors of before, or an index of files of before."""

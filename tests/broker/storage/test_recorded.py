@@ -30,9 +30,7 @@ def test_recorded_checkpoint_is_written_again_as_it_was(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_recorded_run_trains_on_to_where_the_release_that_wrote_it_got(
-    name: str, tmp_path: Path
-) -> None:
+def test_recorded_run_trains_on_as_in_the_release_that_wrote_it(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(RECORDINGS / name, folder)
     reached = trained(name, str(folder), RECORDED, TRAINED_ON)

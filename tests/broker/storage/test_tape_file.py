@@ -52,15 +52,12 @@ def replayed(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_tape_replays_and_says_so(tmp_path: Path) -> None:
+def test_tape_replays_to_any_round_and_tells_the_story_of_a_worker(tmp_path: Path) -> None:
     trained(tmp_path / "tape")
+    assert stat.S_IMODE(os.stat(tmp_path / "tape").st_mode) == 0o600
     code, text = replayed(tmp_path / "tape")
     assert code == 0
     assert VERSION in text and "3 rounds" in text and "all effects are identical" in text
-
-
-def test_replay_stops_at_a_round_and_tells_the_story_of_a_worker(tmp_path: Path) -> None:
-    trained(tmp_path / "tape")
     code, text = replayed(tmp_path / "tape", "--until", "1", "--story", "a")
     assert code == 0
     assert "1 round:" in text
@@ -75,11 +72,6 @@ def test_first_difference_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     code, text = replayed(tmp_path / "tape")
     assert code == 1
     assert "Push of a" in text and "Grant" in text
-
-
-def test_tape_is_for_its_owner_alone(tmp_path: Path) -> None:
-    trained(tmp_path / "tape")
-    assert stat.S_IMODE(os.stat(tmp_path / "tape").st_mode) == 0o600
 
 
 def test_tape_is_bounded_and_each_file_replays_by_itself(tmp_path: Path) -> None:
@@ -216,6 +208,8 @@ def test_what_is_no_tape_is_not_moved_aside(tmp_path: Path, what: str) -> None:
     with pytest.raises(UsageError, match="not a tape"):
         taped(path)
     assert model.read_bytes() == b"parameters" and path.exists()
+    with pytest.raises(UsageError, match="--tape"):
+        taped(tmp_path / "missing" / "tape")
 
 
 def test_tape_replays_in_another_process(tmp_path: Path) -> None:
@@ -237,8 +231,3 @@ def test_damage_is_found(tmp_path: Path) -> None:
         (tmp_path / "tape").write_bytes(damaged)
         code, text = replayed(tmp_path / "tape")
         assert code == 2, (place, text)
-
-
-def test_tape_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--tape"):
-        taped(tmp_path / "missing" / "tape")

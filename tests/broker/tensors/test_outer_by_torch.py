@@ -152,35 +152,16 @@ def test_optimizer_that_cannot_step_is_named() -> None:
         model.merges(torch.randn_like(model.start[0]))
 
 
-def no_optimizer(parameters: FragmentParameters) -> Any:
-    return list(parameters)
-
-
-def leaves_out(parameters: FragmentParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameters.named["layer"]], lr=0.1)
-
-
-def with_a_tensor(parameters: FragmentParameters) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=torch.tensor(0.1))
-
-
-def of_copies(parameters: FragmentParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD([Parameter(p.detach().clone()) for p in parameters], lr=0.1)
-
-
-def raises(parameters: FragmentParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameters.named["nothing"]], lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
-        (no_optimizer, "list"),
-        (leaves_out, "4 of 5.*embedding"),
-        (of_copies, "5 of 5"),
-        (with_a_tensor, "lr"),
-        (raises, "nothing"),
+        (list, "list"),
+        (lambda p: torch.optim.SGD([p.named["layer"]], lr=0.1), "4 of 5.*embedding"),
+        (lambda p: torch.optim.SGD([Parameter(x.detach().clone()) for x in p], lr=0.1), "5 of 5"),
+        (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), "lr"),
+        (lambda p: torch.optim.SGD([p.named["nothing"]], lr=0.1), "nothing"),
     ],
+    ids=["no optimizer", "not all parameters", "copies", "a rate that is a tensor", "raises"],
 )
 def test_factory_that_cannot_be_used_is_refused_with_a_sentence(
     factory: Callable[[FragmentParameters], Any], sentence: str
@@ -203,9 +184,6 @@ def test_groups_have_what_is_set_and_say_what_they_have(make: Any, groups: Outer
     own = {"lr": 0.5} if groups.momentum is None else {"lr": 0.5, "momentum": 0.25}
     model.tensors.tune(TorchOuter(make), 1.0, own)
     assert model.tensors.outer_groups() == (groups,)
-
-
-# Choosing one.
 
 
 @pytest.mark.parametrize(
@@ -255,7 +233,7 @@ def test_factory_is_combined_with_the_configuration(options: dict[str, Any], wan
         ({"mode": "async", "dn_buffer": 2}, "dn_buffer is 2"),
     ],
 )
-def test_factory_that_contradicts_the_configuration_is_refused(
+def test_factory_against_the_configuration_is_refused(
     options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UsageError, match=sentence):

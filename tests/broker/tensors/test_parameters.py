@@ -115,9 +115,6 @@ def test_donation_that_is_not_finite_is_not_stored() -> None:
     assert tensors.place(0, 0, wire(torch.full((19,), float("nan")))) is None
 
 
-# Whole submissions.
-
-
 def spans() -> tuple[ChunkSpan, ...]:
     return a_layout(64).fragments[0].spans
 
@@ -139,9 +136,7 @@ def some_parts(
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_staged_mean_has_the_bits_of_the_streaming_mean_in_the_same_order(
-    workers: int, name: str
-) -> None:
+def test_staged_mean_has_the_bits_of_the_streaming_mean(workers: int, name: str) -> None:
     deltas = [torch.randn(19) for _ in range(workers)]
     weights = (torch.rand(workers) + 0.1).tolist()
     streaming = StreamingMean(a_layout(64).fragments[0], name)
@@ -262,16 +257,15 @@ def test_every_aggregate_of_the_configuration_exists() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_inspection_measures_parameters(name: str) -> None:
-    values = torch.randn(19)
-    got = some_tensors().inspect(0, PARAMETERS, wire(values, DTYPES[name]), name)()
+def test_inspection_measures_parameters_and_no_buffers_nor_integers(name: str) -> None:
+    tensors, values = some_tensors(), torch.randn(19)
+    got = tensors.inspect(0, PARAMETERS, wire(values, DTYPES[name]), name)()
     wanted = np.square(values.to(DTYPES[name]).double().numpy()).sum()
     assert got == pytest.approx(wanted, rel=1e-12)
-
-
-def test_inspection_of_enormous_values_does_not_overflow() -> None:
-    got = some_tensors().inspect(0, PARAMETERS, wire(torch.full((19,), 3e38)), "fp32")()
-    assert got == pytest.approx(19 * 9e76, rel=1e-6)
+    assert tensors.inspect(0, BUFFERS, wire(torch.ones(6)), name)() == 0.0
+    assert tensors.inspect(0, INTEGERS, wire(torch.ones(2), torch.int64), name)() == 0.0
+    enormous = wire(torch.full((19,), 3e38))
+    assert tensors.inspect(0, PARAMETERS, enormous, "fp32")() == pytest.approx(19 * 9e76, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -280,12 +274,6 @@ def test_inspection_finds_what_is_not_finite(index: int, bad: float) -> None:
     values = torch.ones(spans()[index].elements)
     values[2] = bad
     assert some_tensors().inspect(0, index, wire(values), "fp32")() is None
-
-
-def test_inspection_of_buffers_and_integers_adds_no_length() -> None:
-    tensors = some_tensors()
-    assert tensors.inspect(0, BUFFERS, wire(torch.ones(6)), "bf16")() == 0.0
-    assert tensors.inspect(0, INTEGERS, wire(torch.ones(2), torch.int64), "bf16")() == 0.0
 
 
 def test_single_submission_moves_buffers_by_its_share() -> None:

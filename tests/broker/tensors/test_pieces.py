@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from diloco_broker.tensors import aggregate
 from diloco_broker.tensors.aggregate import PIECE_ELEMENTS, Gradient, StreamingMean, squares_of
-from diloco_broker.tensors.outer.chunked import Nesterov
-from diloco_broker.tensors.parameters import Parameters
+from diloco_broker.tensors.outer.chunked import ChunkOuter, DelayedNesterov, Nesterov, Sgd
+from diloco_broker.tensors.parameters import FragmentTensors, Parameters
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.chunks import ModelLayout
+from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
+from diloco_protocol.tensors.codecs import encode_chunk, segment_dtype
 from kit.chunked_model import fold, read, wire
+from kit.kernel_paths import by_kernels, by_torch, needs_kernels
 from kit.raw_worker import DTYPES
 
 ELEMENTS = 2 * PIECE_ELEMENTS + 77  # three pieces, the last one short
@@ -156,9 +160,7 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
 @pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_contribution_with_a_bad_value_anywhere_leaves_the_mean_as_it_was(
-    name: str, bad: float, place: int
-) -> None:
+def test_bad_value_anywhere_leaves_the_mean_as_it_was(name: str, bad: float, place: int) -> None:
     mean = StreamingMean(a_layout().fragments[0], name)
     good = torch.randn(ELEMENTS).to(DTYPES[name])
     poison = good.clone()
@@ -185,3 +187,66 @@ def test_length_of_values_whose_squares_overflow_is_known() -> None:
     squares = squares_of(torch.full((4,), 1e30))
     assert squares == pytest.approx(4e60)
     assert squares_of(torch.tensor([1.0, float("inf")])) is None
+
+
+# Compiled kernels: the bits of a run whose chunks torch works on.
+
+FEW = 5000
+Path = Callable[[], AbstractContextManager[object]]
+
+
+def two_rounds(
+    outer: ChunkOuter, wire: str, reply: str, paths: tuple[Path, Path]
+) -> FragmentTensors:
+    """The state after two rounds of eight contributions: more than are held as they come."""
+    made = torch.Generator().manual_seed(0)
+    layout = lay_out(Manifest((TensorEntry("w", (FEW,), "float32", Kind.TRAINABLE),)))
+    (span,) = layout.fragments[0].spans
+    initial = {"w": torch.randn(FEW, generator=made)}
+    tensors = Parameters(layout, outer, wire=wire, reply=reply, initial=initial)
+    tensors.place(0, 0)
+    for count, path in enumerate(paths):
+        for number in range(8):
+            delta = torch.randn(FEW, generator=made).mul_(1e-2)
+            with by_torch():
+                values = delta.to(segment_dtype(span.segment, wire))
+                payload = bytearray(encode_chunk(span, values, wire))
+            with path():
+                assert tensors.fold(0, 0, payload, 1.0 + number)() is not None
+                for _, _, work in tensors.overdue():
+                    work()
+        with path():
+            (done,) = tensors.step(0, 0, 36.0, count)()
+        assert not done.overflow
+    return tensors.fragment_tensors(0)
+
+
+def same(one: FragmentTensors, other: FragmentTensors) -> bool:
+    def all_of(kept: FragmentTensors) -> list[Tensor | None]:
+        return [*kept.chunks, *(each for name in sorted(kept.outer) for each in kept.outer[name])]
+
+    pairs = zip(all_of(one), all_of(other), strict=True)
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("reply", REPLY_DTYPES)
+@pytest.mark.parametrize("wire", WIRE_DTYPES)
+def test_rounds_have_the_same_bits_by_either_path_and_by_both(wire: str, reply: str) -> None:
+    outer = Nesterov(0.7, 0.9)
+    wanted = two_rounds(outer, wire, reply, (by_torch, by_torch))
+    assert same(two_rounds(outer, wire, reply, (by_kernels, by_kernels)), wanted)
+    assert same(two_rounds(outer, wire, reply, (by_torch, by_kernels)), wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "outer",
+    [Nesterov(0.7, 0.9, nesterov=False), Sgd(0.7, 0.25), DelayedNesterov(0.7, 0.9, 2, 0.3)],
+    ids=lambda each: type(each).__name__,
+)
+def test_steps_of_each_outer_optimizer_have_the_same_bits(outer: ChunkOuter) -> None:
+    ours, theirs = (
+        two_rounds(outer, "int4z", "bf16", (path, path)) for path in (by_kernels, by_torch)
+    )
+    assert same(ours, theirs)

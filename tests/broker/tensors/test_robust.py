@@ -46,18 +46,15 @@ def by_numpy(columns: Array, left_out: int) -> Array:
     return np.asarray(inner.mean(axis=0))
 
 
-def merged(
-    chunks: list[Tensor], aggregate: str, index: int = 0, trim: float = 0.2, **fields: Any
-) -> Tensor:
-    """What a reducer makes of the same chunk of several workers."""
-    parts = [a_part(wire(chunk, chunk.dtype), **fields) for chunk in chunks]
-    return of_parts(parts, aggregate, index, trim)
-
-
 def of_parts(parts: list[WholePush], aggregate: str, index: int = 0, trim: float = 0.2) -> Tensor:
+    """What a reducer makes of the same chunk of several workers."""
     found = StagedReducer(aggregate, LONG, trim).reduced(a_fragment().spans[index], parts)
     assert found is not None
     return found.whole()
+
+
+def merged(chunks: list[Tensor], *of: Any, **fields: Any) -> Tensor:
+    return of_parts([a_part(wire(chunk, chunk.dtype)) for chunk in chunks], *of, **fields)
 
 
 def columns_of(chunks: list[Tensor]) -> Array:
@@ -92,7 +89,7 @@ def test_values_are_put_in_order_as_they_travelled(name: str) -> None:
 
 
 @pytest.mark.parametrize("aggregate", ["trimmed-mean", "coordinate-median"])
-def test_result_is_the_same_in_any_order_and_whatever_the_work_is_said_to_weigh(
+def test_result_is_the_same_in_any_order_and_for_any_weights(
     aggregate: str,
 ) -> None:
     chunks = [torch.randn(LONG) for _ in range(5)]
@@ -103,9 +100,7 @@ def test_result_is_the_same_in_any_order_and_whatever_the_work_is_said_to_weigh(
 
 @pytest.mark.parametrize("aggregate", ["trimmed-mean", "coordinate-median"])
 @pytest.mark.parametrize("attack", [1e38, -1e38, 1e30])
-def test_one_enormous_worker_moves_nothing_beyond_what_the_others_sent(
-    aggregate: str, attack: float
-) -> None:
+def test_one_enormous_push_moves_nothing_beyond_the_others(aggregate: str, attack: float) -> None:
     honest = [torch.randn(LONG) for _ in range(4)]
     got = merged([*honest, torch.full((LONG,), attack)], aggregate)
     together = torch.stack(honest)
@@ -158,7 +153,5 @@ def test_comparators_put_many_in_order() -> None:
     ("submissions", "trim", "wanted"),
     [(5, 0.2, 1), (4, 0.2, 1), (6, 0.2, 2), (3, 0.2, 1), (2, 0.49, 0), (1, 0.4, 0), (100, 0.07, 7)],
 )
-def test_part_left_out_is_rounded_up_to_whole_workers(
-    submissions: int, trim: float, wanted: int
-) -> None:
+def test_part_left_out_is_rounded_up_to_workers(submissions: int, trim: float, wanted: int) -> None:
     assert trimmed(submissions, trim) == wanted

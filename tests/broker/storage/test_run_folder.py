@@ -1,18 +1,25 @@
-"""A run found in the folder is resumed and named; `--fresh` moves it aside and begins a new one."""
+"""The folder of a run: a run found there is resumed or moved aside; permissions and locks."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from diloco_broker import Broker
+from diloco_broker.cli.app import app
 from diloco_broker.storage import checkpoint, folder_lock
-from diloco_broker.storage.folder_lock import FolderLock
+from diloco_broker.storage.folder_lock import LOCK, FolderLock
 from diloco_protocol.errors import Refused, UsageError
 from diloco_worker import DiLoCoClient
 from kit.whole_run import make_config
@@ -24,10 +31,7 @@ def train(folder: Path, features: int = 3, **options: object) -> Broker:
     """Serve a run in this folder for one round of a model of this size; returns the ended broker."""
     config = make_config(save_dir=str(folder), recover_wait=0.0, **options)
     model = torch.nn.Linear(features, 1)
-    with (
-        Broker(config) as broker,
-        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-    ):
+    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
         client.join(model)
         client.push({name: torch.ones_like(p) for name, p in model.named_parameters()})
         client.pull()
@@ -77,18 +81,19 @@ def test_fresh_start_leaves_the_folder_of_a_running_broker_alone(tmp_path: Path)
 
 def test_fresh_run_refuses_workers_of_the_run_that_it_moved_aside(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 1)
+    delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     first = Broker(make_config(save_dir=str(tmp_path / "run"), recover_wait=0.0))
     with DiLoCoClient(first.address, timeout=PATIENCE_S) as client:
         with first:
             client.join(model)
-            client.push({name: torch.ones_like(p) for name, p in model.named_parameters()})
+            client.push(delta)
             client.pull()
         second = make_config(save_dir=str(tmp_path / "run"), fresh=True, recover_wait=0.0)
         with (
             Broker(replace(second, bind=first.address)),
             pytest.raises(Refused, match="--fresh moved aside"),
         ):
-            client.push({name: torch.ones_like(p) for name, p in model.named_parameters()})
+            client.push(delta)
 
 
 @pytest.mark.parametrize("step", ["mkdir", "lock"])
@@ -131,3 +136,117 @@ def test_current_folder_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UsageError, match="--fresh cannot rename"):
         Broker(make_config(save_dir=".", fresh=True))
     assert checkpoint.found(tmp_path / "run")
+
+
+# Permissions, and file systems without locks.
+
+T = TypeVar("T")
+# linux/capability.h: the version of the call, and the two rights by which root passes every permission.
+CAPABILITY_VERSION = 0x20080522
+DAC_OVERRIDE, DAC_READ_SEARCH = 1 << 1, 1 << 2
+
+
+def _obey_permissions() -> None:
+    """From here on this thread may read and write only what its user may, also as root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(DAC_OVERRIDE | DAC_READ_SEARCH)
+    assert libc.capset(header, sets) == 0, "the rights of root cannot be given up here"
+
+
+def as_a_user(work: Callable[[], T]) -> T:
+    """What this returns or raises in a thread that is bound by permissions."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _obey_permissions()
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failure.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the checkpoints of two lives of a broker."""
+    folder = tmp_path / "run"
+    for _ in range(2):
+        train(folder)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("what", ["", checkpoint.MANIFEST, "fragment-0.safetensors"])
+def test_newest_checkpoint_that_may_not_be_read_is_not_passed_over(saved: Path, what: str) -> None:
+    newest, *_, older = checkpoint.found(
+        saved
+    )  # of another life, so no file is a link to the newest's
+    (newest / what).chmod(0)
+    config = make_config(save_dir=str(saved))
+    with pytest.raises(UsageError, match=rf"{newest.name}.*Permission denied.*--resume PATH"):
+        as_a_user(lambda: Broker(config))
+    named = make_config(save_dir=str(saved), resume=str(older))
+    as_a_user(lambda: Broker(named)).close()
+
+
+def test_lock_of_another_user_keeps_a_broker_out_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    (tmp_path / LOCK).chmod(0)
+    with pytest.raises(
+        UsageError, match=rf"{LOCK} cannot be opened: Permission denied.*--save-dir"
+    ):
+        as_a_user(lambda: FolderLock(tmp_path))
+
+
+def test_folder_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    for folder in (tmp_path, tmp_path / "run"):
+        config = make_config(save_dir=str(folder))
+        with pytest.raises(UsageError, match=r"--save-dir .* cannot be written: Permission denied"):
+            as_a_user(partial(Broker, config))
+
+
+def test_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    done = CliRunner().invoke(app, ["serve", "--save-dir", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert str(tmp_path / "run") in done.output
+
+
+def test_folder_is_locked_once_a_full_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "mkdir", is_full)
+        lock = FolderLock(tmp_path)
+    assert "cannot be written: No space left" in caplog.text
+    lock.take()
+    with pytest.raises(UsageError, match="Another broker"):
+        FolderLock(tmp_path)
+    lock.release()
+    FolderLock(tmp_path).release()
+
+
+def test_file_system_without_locks_is_named_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    FolderLock(tmp_path).release()
+    assert "No locks available" in caplog.text

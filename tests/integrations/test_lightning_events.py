@@ -23,11 +23,7 @@ from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config
 
-pytestmark = [
-    pytest.mark.integration,
-    needs("lightning"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.integration, needs("lightning"), pytest.mark.filterwarnings("default")]
 
 H = 4
 Fit = Callable[..., Any]

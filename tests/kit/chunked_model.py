@@ -17,10 +17,7 @@ from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 
-SHAPES = {
-    0: {"embedding": (3, 5), "bias": (4,)},
-    1: {"layer": (2, 3, 2), "gain": (), "head": (7,)},
-}
+SHAPES = {0: {"embedding": (3, 5), "bias": (4,)}, 1: {"layer": (2, 3, 2), "gain": (), "head": (7,)}}
 MANIFEST = Manifest(
     (
         TensorEntry("embedding", (3, 5), "float32", Kind.TRAINABLE, ("tied",)),

@@ -93,7 +93,7 @@ def status(**keys: Any) -> dict[str, Any]:
                 "counted": 130,
                 "held": 12,
                 "given_back": 2,
-            },
+            }
         ],
         "relays": [{"name": "north", "workers": 3, "held_bytes": 4096, "silent_s": 0.5}],
         "checkpoint": {"folder": "/runs/a", "round": 410, "age_s": 63.5, "error": None},

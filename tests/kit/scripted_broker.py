@@ -13,15 +13,7 @@ import torch
 import zmq
 from torch import Tensor, nn
 
-from diloco_protocol import (
-    Counted,
-    Ledger,
-    ModelLayout,
-    RunConfig,
-    VersionId,
-    pack,
-    unpack,
-)
+from diloco_protocol import Counted, Ledger, ModelLayout, RunConfig, VersionId, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.fragments import FragmentPlan

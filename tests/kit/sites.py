@@ -64,11 +64,7 @@ class Sites:
         return relay
 
     def begin_relay(
-        self,
-        hub: Broker | RelayBroker | str,
-        name: str,
-        shows: Keys | None = None,
-        **given: Any,
+        self, hub: Broker | RelayBroker | str, name: str, shows: Keys | None = None, **given: Any
     ) -> RelayBroker:
         """A relay that the hub may refuse. `shows` is its key for the hub."""
         where = hub if isinstance(hub, str) else hub.address

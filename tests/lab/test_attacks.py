@@ -125,10 +125,7 @@ def test_second_measurement_forgives_pace_and_answers_but_not_what_stays() -> No
     ],
 )
 def test_impossible_call_is_refused(
-    arguments: tuple[str, ...],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if said == "no /proc":
@@ -205,9 +202,7 @@ def _key_file(folder: KeyFolder, owner: Any) -> Path:
 
 @pytest.mark.parametrize("name", [each.name for each in ATTACKS])
 def test_attack_is_tried_and_nothing_gets_through(
-    name: str,
-    place: tuple[Broker, KeyFolder | None, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, place: tuple[Broker, KeyFolder | None, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(floods, "JOINS", 5)
     monkeypatch.setattr(floods, "HEADER_BYTES", 700_000)

@@ -21,12 +21,7 @@ from diloco_lab.chaos import drill as drill_module
 from diloco_lab.chaos.audit import BROKER_LOG, Findings
 from diloco_lab.chaos.crew import AUDIT, MODES, Crew, DrillProxy, Life
 from diloco_lab.chaos.faults import SHORT, Kind
-from diloco_lab.chaos.report import (
-    audited,
-    new_report,
-    problems,
-    work,
-)
+from diloco_lab.chaos.report import audited, new_report, problems, work
 from diloco_lab.chaos.run_watch import Broken, RunWatch
 from diloco_lab.chaos.worker import bring_in
 from diloco_lab.driver.experiment import emptied
@@ -282,11 +277,7 @@ def test_drill_removes_nothing_but_what_a_drill_has_left(tmp_path: Path) -> None
 def test_short_drill_keeps_every_promise(tmp_path: Path, mode: str) -> None:
     command = [sys.executable, "-m", "diloco_lab.chaos", "--short", "--modes", mode]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=880,
+        [*command, "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=880
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / f"{mode}.json").read_text())

@@ -168,12 +168,7 @@ def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
     """Without faults; all workers have the same speed and never force or blunder."""
     config = a_config(workers, num_fragments=pieces, sync_every=8, heartbeat_timeout=12.0, **fields)
     return Scenario(
-        config,
-        workers=0,
-        speeds=(1.0, 1.0),
-        timeouts=(600.0,),
-        habits={},
-        troubles=NO_TROUBLES,
+        config, workers=0, speeds=(1.0, 1.0), timeouts=(600.0,), habits={}, troubles=NO_TROUBLES
     )
 
 
@@ -274,11 +269,7 @@ STUCK = "no version was released|has a push in flight|stands still|no end within
             (Submission, "_settle", settle_half),
             "without its chunk|half a push|but [0-9] workers",
         ),
-        (
-            "streaming",
-            (RunState, "standing", stands_nowhere),
-            "is counted twice|more than once",
-        ),
+        ("streaming", (RunState, "standing", stands_nowhere), "is counted twice|more than once"),
         ("streaming", (streaming, "_step", step_by_promised_weight), "is divided by"),
     ],
 )
@@ -357,30 +348,16 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
             (checkpoints, "run_record", without_the_version_that_waits),
             "is told of and is not on the disk|has other chunks than it had|and .* is adopted",
         ),
-        (
-            "streaming",
-            ADOPT,
-            (seeding, "_sources", lambda *_: {}),
-            f"{STUCK}|a member has version",
-        ),
+        ("streaming", ADOPT, (seeding, "_sources", lambda *_: {}), f"{STUCK}|a member has version"),
         ("async", 0, (seeding, "_sources", the_oldest), "a member has version|stands still"),
-        (
-            "carry",
-            ADOPT,
-            (seeding, "_newer_holders", wait_for_nobody),
-            "it did not wait for",
-        ),
+        ("carry", ADOPT, (seeding, "_newer_holders", wait_for_nobody), "it did not wait for"),
         ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),
         ("async", DURABLE, loses("gradients", 0), "is told 0 gradients"),
         ("streaming", ADOPT, (sequence, "stall", nothing), "and is waited for"),
     ],
 )
 def test_broker_that_comes_back_broken_is_found_out(
-    mode: str,
-    saving_as: int,
-    sabotage: Sabotage,
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, saving_as: int, sabotage: Sabotage, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Core, "check_invariants", lambda _: None)
     monkeypatch.setattr(*sabotage)

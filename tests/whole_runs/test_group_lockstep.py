@@ -28,11 +28,7 @@ class Script:
         self.model = language()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.diloco = DiLoCoWorker(
-            self.model,
-            self.optimizer,
-            server=address,
-            worker_id=name,
-            process_group="world",
+            self.model, self.optimizer, server=address, worker_id=name, process_group="world"
         )
 
     def steps(self, number: int) -> None:

@@ -20,15 +20,7 @@ from diloco_protocol.errors import Refused, Unreachable
 from diloco_protocol.messages import LONGEST_JOIN
 from diloco_worker import DiLoCoClient
 from kit.raw_worker import RawWorker, one_tensor
-from kit.sites import (
-    Sites,
-    a_model,
-    assert_close,
-    assert_same,
-    ledger_of,
-    star,
-    until,
-)
+from kit.sites import Sites, a_model, assert_close, assert_same, ledger_of, star, until
 
 ROUNDS = range(3)
 State = dict[str, Tensor]

@@ -62,11 +62,7 @@ def bits_of_a_round(*, is_deep: bool = False, **of_hub: Any) -> tuple[float, flo
 )
 @pytest.mark.parametrize("is_deep", [False, True], ids=["streaming", "relay behind it, in order"])
 def test_line_of_a_site_carries_one_push_and_one_version_a_round(
-    wire: str,
-    reply: str,
-    up: tuple[float, float],
-    down: tuple[float, float],
-    is_deep: bool,
+    wire: str, reply: str, up: tuple[float, float], down: tuple[float, float], is_deep: bool
 ) -> None:
     bits = bits_of_a_round(
         is_deep=is_deep, deterministic=is_deep, wire_dtype=wire, reply_dtype=reply

@@ -52,8 +52,7 @@ def test_deterministic_run_equals_the_loop_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("h", "pieces", "delay", "alpha", "is_exact"),
-    [(3, 3, 0, 0.5, True), (10, 3, 2, None, False)],
+    ("h", "pieces", "delay", "alpha", "is_exact"), [(3, 3, 0, 0.5, True), (10, 3, 2, None, False)]
 )
 def test_run_of_three_workers_equals_the_loop(
     h: int, pieces: int, delay: int, alpha: float | None, is_exact: bool

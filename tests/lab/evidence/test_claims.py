@@ -13,15 +13,7 @@ import pytest
 from diloco_broker import BrokerConfig
 from diloco_lab.driver.records import Results
 from diloco_lab.evidence import conduct
-from diloco_lab.evidence.claim import (
-    Arm,
-    Claim,
-    Finding,
-    Part,
-    Relation,
-    apart,
-    sooner,
-)
+from diloco_lab.evidence.claim import Arm, Claim, Finding, Part, Relation, apart, sooner
 from diloco_lab.evidence.conduct import TUNING_SEED, Study, key_of, missing_of, train_all
 from diloco_lab.evidence.parts import PARTS
 from diloco_lab.evidence.trial import Trial

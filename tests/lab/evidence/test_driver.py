@@ -19,14 +19,7 @@ from diloco_lab.evidence.trial import MODELS, Trial
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import batch_seed, load_text, training_batches
 from diloco_worker import DiLoCoClient
-from kit.evidence_trials import (
-    SPEEDS,
-    TINY,
-    a_text,
-    options,
-    with_tiny_model,
-    without_a_broker,
-)
+from kit.evidence_trials import SPEEDS, TINY, a_text, options, with_tiny_model, without_a_broker
 from kit.process_kit import Processes
 
 pytest_plugins = ("kit.process_fixtures",)

@@ -12,19 +12,9 @@ from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.driver.records import read_document, text_of
 from diloco_lab.driver.tables import filled
 from diloco_lab.network.__main__ import app
-from diloco_lab.network.namespaces import (
-    NoNetwork,
-    Place,
-    network,
-    several_sites,
-)
+from diloco_lab.network.namespaces import NoNetwork, Place, network, several_sites
 from diloco_lab.network.sites.rounds import rounds
-from diloco_lab.network.sites.tables import (
-    Loss,
-    Measurement,
-    SitesFile,
-    blocks,
-)
+from diloco_lab.network.sites.tables import Loss, Measurement, SitesFile, blocks
 from kit.paths import LAB, ROOT
 
 COMMITTED, PAGE = LAB / "sites.json", ROOT / "docs" / "performance.md"

@@ -1,7 +1,5 @@
 """Fixtures that several files use, and what holds for each test."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What the import contracts in pyproject.toml (`make lint`) cannot say of the structure."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

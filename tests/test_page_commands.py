@@ -4,8 +4,6 @@ An indented block of a page is commands, one to a line; a fence has a language. 
 page has a first run, which is trained as it stands; what other commands do is tested beside them.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

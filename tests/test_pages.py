@@ -1,7 +1,5 @@
 """The pages: links lead somewhere, and files and tests that are named exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Is a test that is too expensive for its tier found, whatever process spends the time?"""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 An input is a choice of what reads it, and the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgpack

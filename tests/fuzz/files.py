@@ -4,8 +4,6 @@ An input is a choice of the file, and of what is done to a sound one. Checkpoint
 one who means harm would write it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

@@ -1,7 +1,5 @@
 """Hostile messages: records with any values, or sound ones with a change."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Mapping

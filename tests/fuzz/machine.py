@@ -5,8 +5,6 @@ the feed is made, all that is sent must have a header, the invariants hold, and 
 bounds. Nothing is raised at all: the broker's loop would end with it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -5,8 +5,6 @@ not fit is dropped and said aloud. What the session asks for is bounded too: the
 and how soon it wants to be called again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

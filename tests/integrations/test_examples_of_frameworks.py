@@ -1,7 +1,5 @@
 """The examples for other people's frameworks, and what is exported of them, in the real libraries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

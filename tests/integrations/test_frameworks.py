@@ -1,7 +1,5 @@
 """Scripts of other frameworks, killed and resumed once, come to what the plain loop comes to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the callback does at each event of Lightning's Trainer, in this process, at a real broker."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

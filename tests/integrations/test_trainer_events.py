@@ -1,7 +1,5 @@
 """What the callback does at each event of Hugging Face's Trainer, in this process, at a real broker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing

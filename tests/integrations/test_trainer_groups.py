@@ -1,7 +1,5 @@
 """Trainers of several processes, Hugging Face's and Lightning's: the processes are one worker."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records of the drill, written as the broker and the workers write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

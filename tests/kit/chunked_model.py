@@ -1,7 +1,5 @@
 """A small model in chunks, and the outer steps of a broker on it, without core, loop or sockets."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

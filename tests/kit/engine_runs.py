@@ -1,7 +1,5 @@
 """What an engine's run has left behind, compared with what it should be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

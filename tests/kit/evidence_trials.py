@@ -1,7 +1,5 @@
 """Small trials of the evidence, and a loop without any broker that they are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What the exporter makes of snapshots, and scrapes of it over HTTP read by prometheus_client itself."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 import time

@@ -3,8 +3,6 @@
 Every kind trains the same model on the same batches, so each is to come to what a plain one comes to.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

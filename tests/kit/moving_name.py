@@ -3,8 +3,6 @@
 python moving_name.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diloco_broker import Broker, BrokerConfig

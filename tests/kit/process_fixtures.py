@@ -1,7 +1,5 @@
 """Processes of one test, for `pytest_plugins`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A broker that says exactly what a test tells it to, and a training loop computed by hand."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

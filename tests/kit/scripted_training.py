@@ -3,8 +3,6 @@
 The values of its model are the same everywhere, and each optimizer step lowers them by 1, from 100.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """Hubs with relays in one process, each in a thread of its own, and clients for workers."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

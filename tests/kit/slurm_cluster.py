@@ -4,8 +4,6 @@ All of them share this machine, and nothing of them is reached from outside: the
 loopback, with one more address, since Slurm takes none of 127.0.0.0/8.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

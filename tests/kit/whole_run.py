@@ -1,7 +1,5 @@
 """Whole runs over real sockets: a broker and hooks in threads, recorded step by step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait

@@ -1,7 +1,5 @@
 """The attacks: what is measured, what counts as broken, and each against a broker in this process."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

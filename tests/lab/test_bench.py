@@ -1,7 +1,5 @@
 """The benchmark: its arithmetic, what it prints and writes, and one tiny run with real processes."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

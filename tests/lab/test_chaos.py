@@ -1,7 +1,5 @@
 """The pure parts of the chaos drill: its audit, its plan, its figures."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The chaos drill itself: its report, proxy, disk and workers, and a short one for real."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Whole runs with relays: they die, are cut off, and workers move between them and the hub."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

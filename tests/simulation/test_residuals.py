@@ -1,7 +1,5 @@
 """What few bits leave out is neither lost nor counted twice, whatever becomes of the pushes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Every run is one real core and many real sessions in virtual time (`simulator`),
 checked after every event (`referee`). A failure names its seed and recounts the last events.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

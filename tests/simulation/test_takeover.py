@@ -1,7 +1,5 @@
 """A standby takes over in whole runs: promises hold before and after, and one broker has the run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ every worker's parameters after every step are those of a calm run, bit for bit,
 was counted once. That only missing chunks are sent again is tested in `worker/session/test_transfers`.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 What a run has counted is read from its audit file, and computed again in plain torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Disks that are full, slow or damaged: what it costs the run, and what it must not cost."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

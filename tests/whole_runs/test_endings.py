@@ -1,7 +1,5 @@
 """Whole runs that come to the end their options set: processes, sockets, the daemon's command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

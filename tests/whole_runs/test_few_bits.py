@@ -1,7 +1,5 @@
 """Runs whose pseudo-gradients travel in few bits equal the loop with the codecs in plain Python."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 BatchNorm's variance is the reason: below zero it makes NaN of every evaluation.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any

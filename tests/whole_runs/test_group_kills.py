@@ -1,7 +1,5 @@
 """A process of a worker is killed: the whole worker ends, the run goes on, and it comes back."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The processes of one worker decide alike: through new settings, and after they have left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

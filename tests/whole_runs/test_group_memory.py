@@ -1,7 +1,5 @@
 """A process of k holds about 1/k of what a worker of one holds, and a slice: counted in bytes."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers of several processes beside plain ones: they come to the same global parameters."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

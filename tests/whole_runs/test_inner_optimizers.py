@@ -5,8 +5,6 @@ and gradients of several batches make one step. The loop in `reference` knows no
 a step counted wrongly moves a boundary and shows in every later value.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

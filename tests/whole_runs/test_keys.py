@@ -1,7 +1,5 @@
 """Keys, over real sockets: which are admitted, what each role may do, and what a revoked key ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

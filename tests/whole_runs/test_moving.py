@@ -1,7 +1,5 @@
 """A broker behind a name that comes to mean another address is found there."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

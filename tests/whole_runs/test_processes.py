@@ -1,7 +1,5 @@
 """The daemon and training scripts as separate processes: started, killed, stopped, started wrongly."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

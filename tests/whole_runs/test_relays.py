@@ -1,7 +1,5 @@
 """Workers behind relays: a tree has the result of one broker, and bad input costs only its sender."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

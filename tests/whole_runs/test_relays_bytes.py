@@ -1,7 +1,5 @@
 """The line between a site and its hub carries one push and one version a round, for all its workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Relays and their hub are killed and cut off: the result is that of one broker."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

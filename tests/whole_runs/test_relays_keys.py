@@ -1,7 +1,5 @@
 """A relay with keys on both sides: it shows one to its hub, and asks its own workers for theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A worker of several processes goes on from its checkpoint, also with another number of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers that know two brokers, one of which is killed, and workers that follow one that moves."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A hub and its standby as processes: killed, stopped, promoted. One of them has the run."""
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass

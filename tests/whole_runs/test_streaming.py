@@ -4,8 +4,6 @@ In deterministic mode with an fp32 wire every bit agrees; the mean that takes ch
 within fp32 rounding. See `reference.py` for the loop and `whole_run.py` for the run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs whose workers differ, or one of which is kicked."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 

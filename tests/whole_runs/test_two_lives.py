@@ -1,7 +1,5 @@
 """A worker that is killed with SIGKILL in the middle of an upload, and goes on from its checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

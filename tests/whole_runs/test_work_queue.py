@@ -1,7 +1,5 @@
 """The work queue in whole runs: a worker is killed; a script is refused before its first step."""
 
-from __future__ import annotations
-
 import pytest
 
 from kit.paths import KIT

@@ -1,7 +1,5 @@
 """What is claimed, what counts as shown, and how an arm gets its settings."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs of the evidence: against separate processes, against loops without a broker, and failures."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

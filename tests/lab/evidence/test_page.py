@@ -1,7 +1,5 @@
 """The page of the evidence, the pictures, and the command that makes them."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who computes when: the order of virtual time, and how a run ends."""
 
-from __future__ import annotations
-
 import threading
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """`make lan`: its file and page; tiny runs over such lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

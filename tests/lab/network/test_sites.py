@@ -1,7 +1,5 @@
 """`make sites`: a tiny run over its lines, its file and its page."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -22,8 +22,6 @@ from diloco_tools.command import SUBCOMMANDS, load
 from kit.paths import ROOT
 from kit.process_kit import Processes
 
-pytest_plugins = ("kit.process_fixtures",)
-
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PROJECT = (ROOT / "pyproject.toml").read_text()
 # Commands that this project installs, by name: module and the name of the app in it.

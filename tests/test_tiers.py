@@ -7,8 +7,6 @@ from pathlib import Path
 from kit import tiers
 from kit.process_kit import Processes
 
-pytest_plugins = ("kit.process_fixtures",)
-
 BUSY = "import time\nuntil = time.process_time() + 0.3\nwhile time.process_time() < until: pass"
 
 

@@ -12,7 +12,6 @@ from kit.integrations import needs
 from kit.process_kit import Processes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-pytest_plugins = ("kit.process_fixtures",)
 
 
 @pytest.mark.parametrize(

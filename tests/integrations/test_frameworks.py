@@ -9,7 +9,6 @@ from kit.integrations import PATIENT, PLAIN, WITHIN_S, needs, trained
 from kit.process_kit import Processes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-pytest_plugins = ("kit.process_fixtures",)
 
 FOLDER = Path(__file__).parent
 

@@ -12,7 +12,6 @@ from kit.process_kit import Child, Processes, a_free_address
 from kit.tiny_task import DIES_AT
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-pytest_plugins = ("kit.process_fixtures",)
 
 FOLDER = Path(__file__).parent
 

@@ -315,6 +315,9 @@ class Island:
     def ends(self) -> list[int]:
         return [each.ends(ENDS_WITHIN_S) for each in self.ranks]
 
+    def ends_well(self) -> None:
+        assert not any(self.ends()), "\n".join(each.output for each in self.ranks)
+
     def kill(self) -> None:
         for each in self.ranks:
             if each.process.is_alive():

@@ -31,9 +31,6 @@ SECONDS = 0.2  # of each attack here
 NOTHING = {"messages": 1, "connections": 1, "bytes": 1, "ended": 0, "refused": 0}
 
 
-# What is measured.
-
-
 def test_pace_counts_parts_of_the_rounds_that_a_window_cuts() -> None:
     times = [1.0, 2.0, 3.0, 4.0, 8.0]
     assert watch.pace(times, 1.0, 3.0) == 1.0
@@ -147,9 +144,6 @@ def test_rows_that_were_measured_are_not_lost(
     assert rows == [a_row()] and problems == [str(error)]
 
 
-# Each attack, against a broker in this process.
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,9 +211,6 @@ def test_attack_is_tried_and_nothing_gets_through(
         assert operator.ask("status").ok, "the broker is there"
     assert tally.connections > 0
     assert tally.through == []
-
-
-# That attacks see what gets through.
 
 
 def test_attack_says_what_got_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,9 +173,6 @@ def test_rounds_with_keys_are_measured_against_ones_without(pool: ProcessPool) -
     assert not (pool.folder / "keys").exists(), "no secret is left behind"
 
 
-# Rounds with each pair of dtypes.
-
-
 @pytest.mark.parametrize(
     ("up", "down", "broker", "worker", "seconds"),
     [

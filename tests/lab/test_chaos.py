@@ -241,9 +241,6 @@ def test_audit_shares_nothing_with_what_it_checks() -> None:
     assert {name.split(".")[0] for name in names} <= set(whole.split())
 
 
-# The plan.
-
-
 @pytest.mark.parametrize("scale", [WHOLE, SHORT])
 def test_plan_has_its_number_of_each_kind_kills_only_the_fragile_and_spares_the_broker_between(
     scale: Scale,
@@ -257,9 +254,6 @@ def test_plan_has_its_number_of_each_kind_kills_only_the_fragile_and_spares_the_
         assert targets[Kind.STOP_WORKER] <= set(STURDY)
         places = [i for i, kind in enumerate(kinds) if kind is Kind.KILL_BROKER]
         assert all(b - a > 2 for a, b in itertools.pairwise(places)), kinds
-
-
-# The figures.
 
 
 def test_useful_work_is_the_steps_of_whole_contributions() -> None:

@@ -31,9 +31,6 @@ def append(log: Path, *records: dict[str, Any]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-# The report.
-
-
 def verdict(kind: Kind, target: str = "w0", **known: Any) -> dict[str, Any]:
     found = {"kind": kind.name.lower(), "target": target, "at_s": 1.0, "next_round_s": 1.1}
     return {**found, "survived": True, **known}
@@ -100,9 +97,6 @@ def test_drill_that_breaks_off_says_why_and_in_which_mode(
     assert report["problems"] == ["sync: w0 did not join."]
 
 
-# The proxy.
-
-
 class Echo(socketserver.BaseRequestHandler):
     """Sends back what it gets."""
 
@@ -148,9 +142,6 @@ def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
         assert not proxy.is_armed
 
 
-# The disk.
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_full_disk_is_an_error_in_the_broker_until_there_is_room(tmp_path: Path) -> None:
     crew, large = Crew(tmp_path, MODES["sync"], tmp_path, seed=0), bytes(2 << 20)
@@ -164,9 +155,6 @@ def test_full_disk_is_an_error_in_the_broker_until_there_is_room(tmp_path: Path)
     finally:
         crew.make_room()
     (tmp_path / "file").write_bytes(large)
-
-
-# The watch.
 
 
 def a_watch(folder: Path, *lives: Life) -> RunWatch:
@@ -208,9 +196,6 @@ def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     assert one.joined_at == one.ended_at is not None
 
 
-# The worker.
-
-
 class Hook:
     """Stands for DiLoCoWorker: each force makes the next fragments' pushes, if the run lets it."""
 
@@ -245,9 +230,6 @@ def test_worker_leaves_nothing_unsent(
     stubborn: Any = Hook(tmp_path / "other", 1, 5, works=False)
     bring_in(stubborn, tmp_path / "other")
     assert 1 < stubborn.forced < 10, "it gives up"
-
-
-# The crew, and the drill.
 
 
 def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:

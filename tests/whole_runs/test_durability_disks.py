@@ -26,8 +26,6 @@ from kit.checkpoints import a_checkpoint, assert_equal
 from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
 from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, wait_for
 
-pytest_plugins = ("kit.process_fixtures",)
-
 
 def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
     processes: Processes, tmp_path: Path
@@ -107,9 +105,6 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
     rounds = [line["round"] for line in lines if line["pushes"]]
     assert rounds[:2] == [0, 1]
     assert rounds[-3:] == [4, 5, 0]
-
-
-# Checkpoints.
 
 
 def a_config(folder: Path, **options: Any) -> BrokerConfig:

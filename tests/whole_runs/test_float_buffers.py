@@ -189,9 +189,6 @@ def test_stale_and_late_work_keeps_buffers_in_range(options: dict[str, Any]) -> 
                 assert_in_unit_range(now, f"after push {number}")
 
 
-# Merging at a worker.
-
-
 def a_model(dtype: torch.dtype) -> tuple[nn.Module, ModelTensors, FlatState]:
     model = Gauge().to(dtype)
     tensors = ModelTensors.of_module(model)

@@ -1,5 +1,6 @@
-"""Workers of several processes beside plain ones: they come to the same global parameters."""
+"""Workers of several processes: they come to what plain ones come to, and decide alike."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from diloco_worker import DiLoCoWorker
 from diloco_worker.transport.sigterm import EXIT_CODE
-from kit.islands import Island, language, loss_and_gradients, spread
+from kit.islands import Island, gradients_of_a_pipeline, language, loss_and_gradients, spread
 from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = pytest.mark.slow
-pytest_plugins = ("kit.process_fixtures",)
 
 # Chunks are so small that each process has several of each fragment, and no tensor begins with one.
 ROUNDS: dict[str, Any] = {"max_rounds": 20, "chunk_elements": 777}
@@ -42,8 +42,7 @@ def final_model(
         for number, (kind, count) in enumerate(workers)
     ]
     for island in islands:
-        codes = island.ends()
-        assert codes == [0] * len(codes), "\n".join(each.output for each in island.ranks)
+        island.ends_well()
         for each in island.ranks:
             assert "Traceback" not in each.output, each.output
         told = {(each["steps"], each["rounds"], each["stop"]) for each in island.results()}
@@ -121,9 +120,9 @@ def test_leader_waits_at_the_end_without_a_word_to_the_others(
     address = processes.broker(**mode).address()
     slow = Island(processes, tmp_path, *PLAIN, address, "slow", steps=13, pause=0.1)
     island = Island(processes, tmp_path, "ddp", 2, address, "a", steps=13)
-    assert not any(island.ends()), "\n".join(each.output for each in island.ranks)
+    island.ends_well()
     assert [each["rounds"] for each in island.results()] == [4, 4]
-    assert slow.ends() == [0]
+    slow.ends_well()
 
 
 @pytest.mark.parametrize(
@@ -192,9 +191,6 @@ def test_sigterm_to_one_process_ends_all_at_one_step_where_the_script_goes_on(
     assert all(each.output.count("stop: True") == 1 for each in island.ranks)
 
 
-# Two workers in one launch: each is a part of a larger mesh.
-
-
 COUNT, STEPS = 4, 9
 
 
@@ -222,10 +218,44 @@ def train_in_a_part(kind: str, address: str, _: str, out: str, options: Any) -> 
 def test_parts_of_a_mesh_are_workers_of_one_run(processes: Processes, tmp_path: Path) -> None:
     broker = processes.broker(workers=2, sync_every=3, save_dir=None, chunk_elements=777)
     ranks = Island(processes, tmp_path, "mesh", COUNT, broker.address(), "all", train_in_a_part)
-    assert ranks.ends() == [0] * COUNT, "\n".join(each.output for each in ranks.ranks)
+    ranks.ends_well()
     first, *others = ranks.results()
     assert first["rounds"] == STEPS // 3
     for other in others:
         for name, value in first["model"].items():
             assert other["model"][name].equal(value), name
     assert "2 of 2 expected" in broker.output
+
+
+def train_until_a_new_setting(kind: str, address: str, name: str, out: str, _: Any) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    told: list[Any] = []
+    left = 7  # steps under the new setting
+    with DiLoCoWorker(model, optimizer, address, worker_id=name, process_group="world") as diloco:
+        while left:
+            if diloco.sync_every == 3:
+                told = told or [diloco.local_step, diloco.config and diloco.config.sync_every]
+                left -= 1
+            gradients_of_a_pipeline(model, diloco.local_step)
+            optimizer.step()
+            print(f"step {diloco.local_step}", flush=True)
+    told += [diloco.load_global(), diloco.force_sync()]  # these return though it has left
+    Path(out).write_text(json.dumps(told))
+
+
+def test_processes_use_a_new_setting_from_one_step_on_and_return_from_calls_after_leaving(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--sync-every", "8", "--workers", "1")
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_until_a_new_setting)
+    island.ranks[0].says("step 9")
+    processes.asks("set", address, "--sync-every", "3")
+    island.ends_well()
+    one, other = (json.loads(island.out(rank).read_text()) for rank in (0, 1))
+    assert one == other
+    assert one[1:] == [3, False, False]

@@ -156,9 +156,6 @@ def test_run_with_any_optimizer_and_recipe_is_the_loop_bit_for_bit(recipe: Recip
         assert min(ours) > 2 and ours[0] != ours[1], "workers skip different batches"
 
 
-# Loops of other shapes.
-
-
 def looped(model: nn.Module, optimizer: Optimizer, step: Callable[[int], None]) -> Trainee:
     """What makes steps 0, 1, ..."""
     numbers = itertools.count()

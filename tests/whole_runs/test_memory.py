@@ -33,8 +33,6 @@ from kit.core_harness import Puppet, a_stage
 from kit.process_kit import EVERY, Child, Processes, memory_kib, train_and_measure, wait_for
 from kit.raw_worker import RawWorker, one_tensor
 
-pytest_plugins = ("kit.process_fixtures",)
-
 LAYERS = 4
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="resident memory is read from /proc"
@@ -132,9 +130,6 @@ def test_memory_is_flat_from_2_to_16_workers(processes: Processes) -> None:
     (broker, worker), (broker_16, worker_16) = peaks(processes, 2), peaks(processes, 16)
     assert broker_16 - broker < (UPLOAD_WINDOW_TOTAL + 8) * MIB < 14 * 8 * MIB
     assert worker_16 - worker < 16 * MIB  # a version
-
-
-# What the state reaches, counted.
 
 
 def population(root: object) -> Counter[str]:

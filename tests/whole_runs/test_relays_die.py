@@ -14,7 +14,6 @@ from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_f
 from kit.proxy import Cut, MessageProxy
 from kit.sites import Sites, a_model, assert_close, ledger_of, star
 
-pytest_plugins = ("kit.process_fixtures",)
 pytestmark = pytest.mark.slow
 
 FP32 = ("--wire-dtype", "fp32")
@@ -135,9 +134,6 @@ def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
         assert at["a"] == at["b"] == ("south" if to == "south" else "")
 
 
-# The line to the hub.
-
-
 @pytest.mark.parametrize(
     "cut",
     [
@@ -166,9 +162,6 @@ def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
         counted = {name: len(pushes) for name, pushes in ledger_of(hub).items()}
         assert counted == dict.fromkeys("abc", 4)
     assert_close(found, star(ROUNDS, *"abc", chunk_elements=CHUNK))
-
-
-# The command line.
 
 
 def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) -> None:

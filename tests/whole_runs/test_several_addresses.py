@@ -12,7 +12,6 @@ from diloco_worker import DiLoCoClient
 from kit.process_kit import LOCAL, PATIENCE_S, Processes
 from kit.sites import ledger_of
 
-pytest_plugins = ("kit.process_fixtures",)
 ONES = {"weight": torch.ones(4, 4)}
 
 

@@ -20,7 +20,6 @@ from diloco_worker import DiLoCoClient
 from kit.evidence_trials import SPEEDS, TINY, a_text, options, with_tiny_model, without_a_broker
 from kit.process_kit import Processes
 
-pytest_plugins = ("kit.process_fixtures",)
 # Seconds. A run of several workers in one process takes as many, and others may run beside it.
 pytestmark = pytest.mark.timeout(300)
 
@@ -184,9 +183,6 @@ def test_failure_of_one_worker_ends_the_run(
     trial = TINY.with_changes(workers=3, mode=mode, speeds=SPEEDS[:3])
     with pytest.raises(ZeroDivisionError, match="of one worker"):
         DiLoCoRun(trial, a_text(trial)).go()
-
-
-# What DiLoCo is held against.
 
 
 def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:

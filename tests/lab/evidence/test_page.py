@@ -37,9 +37,6 @@ def runs(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-# What is committed.
-
-
 def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Path) -> None:
     page_file = tmp_path / "EVIDENCE.md"
     page_file.write_text(EVIDENCE.read_text())
@@ -73,9 +70,6 @@ def test_claim_computed_from_scratch_is_the_committed_one() -> None:
     assert percent == pytest.approx(finding.values[0], abs=3)
 
 
-# Writing.
-
-
 @pytest.mark.parametrize("points", [3, 9])
 def test_part_has_a_picture_where_there_are_curves(points: int, tmp_path: Path) -> None:
     results = filled(tmp_path / "results.jsonl")
@@ -90,9 +84,6 @@ def test_part_has_a_picture_where_there_are_curves(points: int, tmp_path: Path) 
             path = page.draw(conducted, tmp_path)
             assert path == tmp_path / f"{part.name}.png"
             assert path.read_bytes().startswith(b"\x89PNG")
-
-
-# The command.
 
 
 def test_command_goes_on_with_what_is_missing_and_prints_each_finding(

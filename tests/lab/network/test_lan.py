@@ -53,9 +53,6 @@ def a_file(*measurements: Measurement) -> LanFile:
     )
 
 
-# The file and the page
-
-
 def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,)))
     path = tmp_path / "lan.json"
@@ -86,9 +83,6 @@ def test_other_measurements_change_the_page_between_its_marks_only() -> None:
     assert "1M | 7 s" not in after
 
 
-# The command
-
-
 def test_command_without_root_says_why_it_measures_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -111,9 +105,6 @@ def test_page_is_written_without_measuring(tmp_path: Path) -> None:
     written.unlink()
     done = CliRunner().invoke(app, ["lan", "--page", str(written), "--into", str(file)])
     assert (done.exit_code, "page.md cannot be read" in done.stderr) == (2, True)
-
-
-# Real runs, tiny
 
 
 @pytest.fixture

@@ -64,9 +64,6 @@ def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
     assert found["star"].bytes_down / found["relays"].bytes_down == pytest.approx(3, rel=0.15)
 
 
-# The file and the page
-
-
 def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = a_file(a_round(), RELAYS, losses=(A_LOSS,))
     path = tmp_path / "sites.json"
@@ -77,9 +74,6 @@ def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
     assert filled(text, blocks(read_document(COMMITTED, SitesFile)), "sites") == text
-
-
-# The command
 
 
 @pytest.mark.parametrize(

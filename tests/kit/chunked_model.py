@@ -129,17 +129,14 @@ class ChunkedModel:
             done += self.tensors.merge(fragment, span.index, groups, turn)()
         return self._took(fragment, done, len(gradients) if count is None else 0)
 
-    def steps(
-        self, gradient: Tensor, fragment: int = 0, *, count: int | None = None
-    ) -> list[Stepped]:
+    def steps(self, gradient: Tensor, fragment: int = 0) -> list[Stepped]:
         """The same by streaming."""
-        turn = self.counts[fragment] if count is None else count
         done = []
         for span in self.spans(fragment):
             payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, self.wire))
             assert fold(self.tensors, fragment, span.index, payload, 1.0) is not None
-            done += self.tensors.step(fragment, span.index, 1.0, turn)()
-        return self._took(fragment, done, 1 if count is None else 0)
+            done += self.tensors.step(fragment, span.index, 1.0, self.counts[fragment])()
+        return self._took(fragment, done, 1)
 
     def _took(self, fragment: int, done: list[Stepped], turns: int) -> list[Stepped]:
         self.counts[fragment] += turns

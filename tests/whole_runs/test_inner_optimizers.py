@@ -138,8 +138,8 @@ class Training:
         return self.scaler.get_scale() >= scale
 
 
-def equals_the_loop(make: Callable[[int], Trainee], plan: Plan = PLAN) -> None:
-    check(plan, make, steps=ROUNDS * plan.sync_every // len(plan.fragments) + 1)
+def equals_the_loop(make: Callable[[int], Trainee]) -> None:
+    check(PLAN, make, steps=ROUNDS * PLAN.sync_every // len(PLAN.fragments) + 1)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())

@@ -24,7 +24,7 @@ from diloco_worker import DiLoCoClient
 from kit import process_kit
 from kit.checkpoints import a_checkpoint, assert_equal
 from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
-from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, wait_for
+from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, memory_kib, wait_for
 
 
 def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
@@ -163,17 +163,12 @@ def test_no_copy_of_the_model_is_made_to_save_it(processes: Processes, tmp_path:
     broker = processes.broker(**LARGE, save_dir=str(tmp_path), save_every=100)
     with large(broker, rounds=2) as client:
         Path(f"/proc/{broker.pid}/clear_refs").write_text("5")  # the peak begins anew
-        before = peak_bytes(broker)
+        before = memory_kib(broker.pid, "VmHWM")
         assert client.control("save").ok
         wait_for(lambda: client.status()["checkpoint"]["round"] == 2)
-        assert peak_bytes(broker) - before < 8e6
+        assert memory_kib(broker.pid, "VmHWM") - before < 7_800  # KiB
     file = found(tmp_path)[0] / "fragment-0.safetensors"
     assert file.stat().st_size > 40e6
-
-
-def peak_bytes(child: Child) -> int:
-    lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A run on a real Ray: to its end, and through what may happen to its processes and nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -58,10 +56,7 @@ class Made:
 def cluster(request: pytest.FixtureRequest) -> Iterator[Made]:
     """A head that holds what takes no CPU, and one node with one CPU."""
     began = time.monotonic()
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False},
-    )
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         made.add_node(num_cpus=1)
         path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

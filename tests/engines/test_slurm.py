@@ -1,7 +1,5 @@
 """A run as jobs of a real Slurm: to its end, and through what may happen to it on the way."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

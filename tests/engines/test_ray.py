@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from diloco_broker import BrokerConfig
-from kit.engine_runs import SPREAD, findings, lives, losses
+from kit.engine_runs import lives, losses, mean_loss
 from kit.paths import ROOT
 
 ray = pytest.importorskip("ray", reason="Ray is not here; `make test-engines` installs it")
@@ -160,14 +160,7 @@ class Run:
         return self.result
 
     def is_sound(self, calm: float | None = None) -> float:
-        """Nothing lost, nothing doubled, the loss as without faults. Returns the mean of the losses."""
-        found = findings(self.audit, self.out)
-        assert found.problems == []
-        assert len(found.lineage) == ROUNDS + 1
-        ends = losses(self.out)
-        mean = sum(ends.values()) / len(ends)
-        assert calm is None or abs(mean / calm - 1) < SPREAD
-        return mean
+        return mean_loss(self.audit, self.out, ROUNDS, calm)
 
 
 @pytest.fixture(scope="module")

@@ -68,9 +68,10 @@ class Tree:
             each.start()
         return threads
 
-    def equals_one_broker_after(self, last: range) -> None:
-        """After these rounds the parameters are those of one broker that counts each push once."""
-        found: dict[str, Tensor] = self.sites.rounds(last, *"abcd")
+    def ends_as_one_broker(self) -> None:
+        """After rounds 2 and 3 the parameters are those of one broker: each push counts once."""
+        self.sites.pull(*"abcd")
+        found: dict[str, Tensor] = self.sites.rounds(range(3, 4), *"abcd")
         assert_close(found, star(ROUNDS, *"abcd"))
 
 
@@ -97,8 +98,7 @@ def test_kill_between_the_pushes_of_a_round_loses_nothing(
     tree.dies(*killed)
     tree.begins(*sorted(killed))  # the hub first
     tree.sites.push(*sorted({*"abcd"} - {*pushed}), number=2)
-    tree.sites.pull(*"abcd")
-    tree.equals_one_broker_after(range(3, 4))
+    tree.ends_as_one_broker()
 
 
 def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> None:
@@ -109,8 +109,7 @@ def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> No
     tree.begins("north")
     for each in threads:
         each.join(PATIENCE_S)
-    tree.sites.pull(*"abcd")
-    tree.equals_one_broker_after(range(3, 4))
+    tree.ends_as_one_broker()
 
 
 @pytest.mark.parametrize("to", ["south", "hub"])
@@ -128,8 +127,7 @@ def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
         tree.sites.push("a", "b", "c", number=2)
         tree.dies("north")
         tree.sites.push("d", number=2)
-        tree.sites.pull(*"abcd")
-        tree.equals_one_broker_after(range(3, 4))
+        tree.ends_as_one_broker()
         at = {each["id"]: each["via"] for each in tree.sites.clients["c"].status()["workers"]}
         assert at["a"] == at["b"] == ("south" if to == "south" else "")
 

@@ -15,7 +15,7 @@ is never trained: it is sent once, when a worker joins, with floats as `buffers`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,6 +62,27 @@ class ChunkSpan:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """The elements that a chunk shares with a tensor, as slices of either."""
+
+    place: int  # the tensor's number
+    in_tensor: slice
+    in_chunk: slice
+
+
+def overlaps(places: Sequence[Place], span: ChunkSpan) -> Iterator[Overlap]:
+    """The overlaps of a chunk with these tensors, which are numbered in this order."""
+    for number, place in enumerate(places):
+        start, stop = max(place.start, span.start), min(place.stop, span.stop)
+        if place.segment is span.segment and start < stop:
+            yield Overlap(
+                number,
+                slice(start - place.start, stop - place.start),
+                slice(start - span.start, stop - span.start),
+            )
+
+
+@dataclass(frozen=True)
 class FragmentLayout:
     """The positions of a fragment's tensors in its flat vectors, and the chunks of these."""
 
@@ -77,13 +98,8 @@ class FragmentLayout:
 
     def names_in(self, index: int) -> list[str]:
         """Names of the tensors that have elements in a chunk."""
-        span = self.spans[index]
-        return [
-            place.entry.name
-            for place in self.places
-            if place.segment is span.segment
-            and max(place.start, span.start) < min(place.stop, span.stop)
-        ]
+        found = overlaps(self.places, self.spans[index])
+        return [self.places[each.place].entry.name for each in found]
 
 
 @dataclass(frozen=True)

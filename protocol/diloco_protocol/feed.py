@@ -109,6 +109,7 @@ class Outer:
     # Their schedules over rounds, as options; see `Fragment` for the current values.
     lr_schedule: str | None = None
     momentum_warmup: str | None = None
+    momentum_restart: int | None = None  # rounds of a fragment; None: never
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Reducer:
     max_delta_norm_auto: bool = False
     weight_by: str = "equal"
     quorum: int | None = None
-    grace_s: float = 0.0
+    grace_s: float = 0.0  # with `grace_auto` that of the last quorum
+    grace_auto: bool = False
     late: str = "carry"
     submissions: int = 0
     waiting: int = 0
@@ -150,6 +152,10 @@ class Asynchronous:
     max_staleness: int | None = None  # staler work is rejected; None: no limit
     slots: int | None = None  # submissions in progress at a time
     deadline_s: float | None = None  # without progress, after which a submission loses its slot
+    # Of cgad alone: the decay with staleness, the staleness from which a push counts nothing.
+    cgad_decay: float | None = None
+    cgad_cutoff: int | None = None
+    cgad_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -400,6 +406,7 @@ class Snapshot:
     liveness: Liveness = Liveness()
     asynchronous: Asynchronous | None = None
     wire_dtype: str = ""
+    feedback_decay: float = 1.0  # of what quantized pushes leave out
     reply_dtype: str = ""
     workers_wanted: int | None = None
     min_workers: int | None = None

@@ -29,7 +29,13 @@ BUFFERS = "values"
 # The choices of fields of `RunConfig`, which explains them.
 MODES = ("sync", "async")
 MERGES = ("alpha", "rebase")
-WEIGHTS = ("equal", "tokens", "samples")
+# By weight, the fields of a push that it depends on, and that must be positive.
+WEIGHTS = {
+    "equal": (),
+    "tokens": ("tokens",),
+    "samples": ("samples",),
+    "tokens2-per-step": ("tokens", "steps"),
+}
 
 LONGEST_WORKER_ID = 64  # characters
 MOST_PROCESSES = 256  # of one worker: 32 machines with eight accelerators
@@ -66,8 +72,10 @@ class RunConfig:
     # merge replies at the first step after their arrival; tau is 0
     fragment_delay_auto: bool = False
     dylu: bool = False  # replies to heartbeats have an H for each worker
-    weight_by: str = "equal"  # weight of a contribution; or its "tokens" or "samples"
+    weight_by: str = "equal"  # weight of a contribution, one of `WEIGHTS`
     wire_dtype: str = "bf16"  # of pseudo-gradients, worker to broker
+    # What a quantized push that counted left out is multiplied by before it goes with the next one.
+    feedback_decay: float = 1.0
     reply_dtype: str = "fp32"  # of parameters, broker to worker
     heartbeat_timeout: float = 120.0  # seconds of silence after which a worker is dead; 0 = never
     chunk_elements: int = CHUNK_ELEMENTS  # of a chunk, both ways

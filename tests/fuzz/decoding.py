@@ -10,7 +10,7 @@ import msgpack
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import CHUNK_ELEMENTS, ChunkSpan, Segment, lay_out
 from diloco_protocol.description import PIECE_BYTES, DescriptionInProgress, describe
-from diloco_protocol.dtypes import WIRE_DTYPES, span_bytes
+from diloco_protocol.dtypes import SPARSE_KEPT, WIRE_DTYPES, span_bytes
 from diloco_protocol.errors import LONGEST, ProtocolError
 from diloco_protocol.feed import TOPIC, FeedError, parse_snapshot
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, pack, unpack
@@ -128,7 +128,7 @@ def _payload(draws: Draws) -> None:
     try:
         values = decode_chunk(span, bytearray(draws.bytes(size).ljust(size, b"\xff")), wire)
     except ProtocolError:
-        assert wire in ("int4z", "top64"), "all others are numbers whatever the bytes"
+        assert wire == "int4z" or wire in SPARSE_KEPT, "all others are numbers whatever the bytes"
     else:
         assert values.numel() == span.elements
         is_finite(values)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov, Sgd
+from diloco_broker.tensors.outer.chunked import Adam, Buffered, DelayedNesterov, Nesterov, Sgd
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters, OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -70,6 +70,11 @@ CASES: dict[str, Case] = {
         lambda: reference.Buffered(_nesterov(), N, direct=ETA),
     ),
     "fedbuff": Case(Buffered(Nesterov(ETA, MU), N), lambda: reference.Buffered(_nesterov(), N)),
+    "cgad": Case(
+        Adam(ETA, MU, 0.01, share=0.25),
+        lambda: in_torch(lambda p: torch.optim.Adam(p, lr=ETA / 4, betas=(MU, 0.95), eps=0.01)),
+        is_exact=True,
+    ),
     "torch": Case(TorchOuter(adamw), lambda: in_torch(adamw), is_exact=True),
     "torch-groups": Case(TorchOuter(by_group), lambda: in_torch(by_group), is_exact=True),
     "torch-fedbuff": Case(TorchOuter(adamw, N), lambda: reference.Buffered(in_torch(adamw), N)),

@@ -336,16 +336,18 @@ class _Weights:
     """What each worker has reported of each fragment since it was sent last."""
 
     report: Report | None
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    weigh: Callable[[int, int], float]
+    sums: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def count(self, worker: int, step: int, pieces: int) -> None:
         amount = self.report(worker, step) if self.report else 0
         for fragment in range(pieces):
-            self.sums[worker, fragment] = self.sums.get((worker, fragment), 0) + amount
+            self.sums.setdefault((worker, fragment), []).append(amount)
 
     def take(self, workers: int, fragment: int) -> list[float]:
-        sums = [self.sums.pop((worker, fragment)) for worker in range(workers)]
-        return [float(each) for each in sums] if self.report else [1.0] * workers
+        found = [self.sums.pop((worker, fragment)) for worker in range(workers)]
+        weights = [self.weigh(sum(amounts), len(amounts)) for amounts in found]
+        return weights if self.report else [1.0] * workers
 
 
 @one_thread()
@@ -356,6 +358,7 @@ def streaming(
     make_outer: MakeOuter | None = None,
     *,
     report: Report | None = None,
+    weigh: Callable[[int, int], float] = lambda amount, _: float(amount),
     wires: Sequence[torch.dtype] = (),
     travels: Callable[[int, State], State] = lambda _, delta: delta,
     replies: Callable[[State], State] | None = None,
@@ -367,6 +370,7 @@ def streaming(
         make_outer: Nesterov with eta = .7, mu = .9 when left out.
         report: what a step adds to the weight of the worker's next contribution of each fragment;
             None: all weigh alike.
+        weigh: the weight of a contribution, from what was reported and the number of its steps.
         wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
         travels: the encoding of a worker's delta of a fragment's parameters, in the model's order, on
             its way.
@@ -376,7 +380,7 @@ def streaming(
     world = GlobalModel(
         trainees[0].model, plan.fragments, make_outer or nesterov(), replies=replies
     )
-    weights = _Weights(report)
+    weights = _Weights(report, weigh)
     histories: list[list[State]] = [[] for _ in trainees]
     flights: list[_Flight] = []
     rounds = 0

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from diloco_protocol import UsageError
+from diloco_worker import DiLoCoWorker
 from diloco_worker.model.merging import Change
 from diloco_worker.model.spread import slices
 from diloco_worker.model.spread.blocks import block_of, local
@@ -335,6 +336,33 @@ def pieces_that_are_looked_at_do_not_depend_on_the_exchanges(ranks: Ranks) -> No
         held = both.share(both.plain.capture(part))
         for place in share.places:
             assert seen[place.entry.name] == held.of(place).tolist()
+
+
+@case(1, 2)
+def local_outer_steps_are_those_of_one_process(ranks: Ranks) -> None:
+    def train(model: nn.Module, state: Any = None, **group: Any) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = DiLoCoWorker(model, optimizer, "local", sync_every=2, **group)
+        if state is not None:
+            worker.load_state_dict(state)
+        with worker:
+            for _ in range(5):
+                for parameter in model.parameters():
+                    parameter.grad = parameter.detach() * 0.5
+                optimizer.step()
+            assert worker.sync_count == (2 if state is None else 5)
+            return worker.state_dict()
+
+    whole = seeded(Layers)
+    made = sharded(whole)
+    ours = train(made, train(made, process_group="world"), process_group="world")
+    plain = train(whole, train(whole))
+    for name, parameter in made.named_parameters():
+        values: Any = parameter
+        assert torch.equal(values.full_tensor(), whole.get_parameter(name)), name
+    (name,) = ours["outer"]
+    assert name.endswith(f", process {ranks.rank} of {ranks.count}")
+    assert plain["local_step"] == ours["local_step"] == 10
 
 
 def main(rank: int, count: int, folder: Path, only: str | None = None) -> None:

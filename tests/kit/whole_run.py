@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import Segment, VersionId
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.ports import LocalPorts
 from kit.reference import Outcome, Plan, State, Trainee, one_thread, state_of, streaming
 
 # The longest that any of these runs may take; they take a second or two.
@@ -163,7 +164,7 @@ Copies = dict[tuple[int, VersionId], dict[Segment, Tensor]]
 def copies(hook: DiLoCoWorker) -> Copies:
     """What a worker's deltas are measured from."""
     ports = hook._ports
-    assert ports is not None
+    assert isinstance(ports, LocalPorts)
     return {
         (number, fragment.version): {s: v.cpu().clone() for s, v in values.base.vectors.items()}
         for number, (fragment, values) in enumerate(

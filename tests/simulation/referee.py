@@ -95,7 +95,13 @@ class Referee:
     # Events at workers.
 
     def offered(self, process: str, worker_id: str, push: Push) -> None:
-        count = {"tokens": push.tokens, "samples": push.samples}.get(self.config.weight_by, 1)
+        tokens, samples = push.tokens, push.samples
+        counts = {
+            "tokens": tokens,
+            "samples": samples,
+            "tokens2-per-step": tokens**2 / max(1, push.steps),
+        }
+        count = counts.get(self.config.weight_by, 1)
         record = Record(process, push, push.weight * count, self.now)
         self.records[worker_id, push.push_id] = record
         self.lives.keys[push.push_id] = (worker_id, push.push_id)
@@ -365,7 +371,7 @@ class Referee:
             return
         if config.is_async:
             # Within a grace period whole ones wait for each other, and are as many as have come.
-            kept = [s for s in state.submissions if not (config.grace and s.is_whole)]
+            kept = [s for s in state.submissions if not (config.fixed_grace and s.is_whole)]
             slots = config.staging_slots
             demand(len(kept) <= slots, "{} submissions are kept in {} slots", len(kept), slots)
         ids = {member.worker_id for member in state.members}

@@ -79,7 +79,7 @@ class Scenario:
         caught up, and dies unnoticed. In asynchronous mode they may all be in line for a slot.
         """
         config = self.config
-        windows = config.grace + config.staging_deadline + config.recover_wait
+        windows = config.fixed_grace + config.staging_deadline + config.recover_wait
         if self.troubles.hangs:
             windows += config.stall_timeout + config.heartbeat_timeout
         if config.durable:

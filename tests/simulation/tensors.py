@@ -356,7 +356,7 @@ class Tensors:
             order = [part.worker_id for part in everyone]
             demand(order == sorted(set(order)), "merged out of order: {}", order)
             demand(len(work.groups) == 1, "a round of {} gradients", len(work.groups))
-        elif not self.config.grace:
+        elif not self.config.fixed_grace:
             demand(len(everyone) == 1, "{} pushes merged at a time", len(everyone))
         for part in everyone:
             self._check_part((work.fragment, work.index), part)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -22,6 +23,7 @@ class Reel:
     """A tape in memory, through msgpack as in a file."""
 
     def __init__(self, core: Core, life: int) -> None:
+        self.core = core
         core.state.draw = Draws(b"life %d" % life)
         self._codec = Codec()
         state = self._codec.freeze(core.state)
@@ -65,6 +67,29 @@ def test_run_replays_effect_for_effect(mode: str, streams: bool) -> None:
             assert step.difference is None, f"{step.difference} at {step.entry.event}"
             events += 1
     assert events > 100 < run.broker.messages
+
+
+@pytest.mark.slow
+def test_run_with_adaptive_grace_replays_effect_for_effect() -> None:
+    """Here with restarts of the broker, after which it measures anew."""
+    scenario = a_scenario("drop", True, seed=2)
+    auto: dict[str, Any] = {"grace": "auto", "fragment_sync_delay": "auto", "quorum": 1}
+    auto |= {"num_fragments": 2, "sync_every": 16, "fragment_max_delay": None, "min_workers": 1}
+    scenario = replace(
+        scenario,
+        wants=({},),
+        config=replace(scenario.config, **auto),
+        troubles=replace(scenario.troubles, seconds=30.0),
+    )
+    with taped() as reels:
+        Simulation(scenario, 2).run()
+    assert len(reels) > 1
+    waits = 0
+    for reel in reels:
+        for step in reel.replayed():
+            assert step.difference is None, f"{step.difference} at {step.entry.event}"
+        waits += reel.core.state.slack.grace_s > 0
+    assert waits
 
 
 def test_core_that_decides_in_another_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from kit.unit_workers import UnitWorker
 PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
 ASYNC: dict[str, Any] = {"mode": "async"}
 QUORUM: dict[str, Any] = {"quorum": 1}
+CGAD: dict[str, Any] = ASYNC | {"outer": "cgad"}
 DYLU: dict[str, Any] = ASYNC | {"dylu": True, "dylu_min_steps": 8, "max_staleness": 6}
 # Each option that shapes a run: another value than the usual one, and the options that it needs.
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -37,10 +38,14 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "outer_momentum": (0.5, {}),
     "outer_lr_schedule": ("cosine:200:0.1", {}),
     "outer_momentum_warmup": ("cosine:200", {}),
+    "outer_momentum_restart": (8, {}),
     "nesterov": (False, {}),
     "dn_buffer": (5, {"outer": "dn"}),
     "dn_c": (0.125, {"outer": "dn", "dn_buffer": 4}),
     "dn_variant": ("direct", {"outer": "dn"}),
+    "cgad_decay": (0.5, CGAD),
+    "cgad_cutoff": (7, CGAD),
+    "cgad_epsilon": (0.01, CGAD),
     "staleness_weight": ("poly", ASYNC),
     "max_staleness": (7, ASYNC),
     "dylu": (True, ASYNC),
@@ -66,6 +71,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "save_every": (5, {}),
     "durable": (True, {"save_dir": "run"}),
     "wire_dtype": ("fp16", {}),
+    "feedback_decay": (0.95, {}),
     "reply_dtype": ("bf16", {}),
     "heartbeat_timeout": (90.0, {}),
     "stall_timeout": (30.0, {}),

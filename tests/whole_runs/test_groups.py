@@ -59,7 +59,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
         assert apart <= by, f"{name} differs by {apart:g}"
 
 
-FEW_BITS = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}
+FEW_BITS = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z", "feedback_decay": 0.75}
 RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
 

@@ -176,7 +176,7 @@ class Town:
     def pushes(self, puppet: Puppet) -> None:
         self.count += 1
         puppet.pushes(1000 + self.count, fragment=self.fragment)
-        self.stage.passes(self.stage.config.grace)
+        self.stage.passes(self.stage.config.fixed_grace)
 
     def visit(self, behave: Callable[[Town, Puppet], None]) -> None:
         """A newcomer whose push counts, and who then behaves like this."""

@@ -74,6 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "small chunks": {"chunk_elements": 100},
     "median": {"aggregate": "coordinate-median"},
     "trimmed": {"aggregate": "trimmed-mean"},
+    "rda": {"aggregate": "rda", "chunk_elements": 100},
 }
 
 

@@ -5,6 +5,7 @@ within fp32 rounding. Runs in few bits equal the loop with the codecs in plain P
 for the loop and `whole_run.py` for the run.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from diloco_broker import Broker
 from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
 from kit.raw_codecs import decode, encode
-from kit.reference import Plan, State, Trainee, state_of, streaming
+from kit.reference import Outer, Plan, State, Trainee, state_of, streaming
 from kit.uniform_model import until
 from kit.whole_run import (
     adamw,
@@ -62,7 +63,7 @@ def test_run_of_three_workers_equals_the_loop(
     check(Plan(h, strided(pieces), delay, alpha), workers=3, exact=is_exact)
 
 
-@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
+@pytest.mark.parametrize("weight_by", ["tokens", "samples", "tokens2-per-step"])
 def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last(
     weight_by: str,
 ) -> None:
@@ -70,13 +71,20 @@ def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_la
         return (7 * step + 5 * worker) % 11 + 1 + 20 * worker
 
     def report(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        hook.report(**{weight_by: amount(worker, step)})
+        hook.report(**{reported: amount(worker, step)})
 
+    reported = weight_by.removesuffix("2-per-step")
+    is_squared = reported != weight_by
     plan = Plan(5, strided(2), delay=1)
     config = make_config(workers=3, deterministic=True, weight_by=weight_by, **options_of(plan))
     with Broker(config) as broker:
         got = run(broker, trainees(3), 17, before=report)
-    assert_same(got, streaming(trainees(3), 17, plan, report=amount), exact=True)
+    expected = streaming(
+        *(trainees(3), 17, plan),
+        report=amount,
+        weigh=lambda tokens, steps: tokens**2 / steps if is_squared else float(tokens),
+    )
+    assert_same(got, expected, exact=True)
     with pytest.raises(AssertionError):  # the weights do make a difference
         assert_same(got, streaming(trainees(3), 17, plan))
 
@@ -177,11 +185,86 @@ def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan:
     )
 
 
+# SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) in plain torch, for deltas of at most 4096 elements.
+
+KEPT, BETA, ALPHA, LAST_ALPHA, ROUNDS = 32, 0.95, 1.0, 0.65, 4
+
+
+def by_halves(values: torch.Tensor) -> torch.Tensor:
+    """The order of the sums that docs/codecs.md specifies."""
+    return values[0] if len(values) == 1 else by_halves(torch.add(*values.chunk(2)))
+
+
+def q2_of_top_k(e: torch.Tensor) -> torch.Tensor:
+    """The largest elements, each replaced by its sign and one of two magnitudes."""
+    at = e.abs().sort(descending=True, stable=True).indices[:KEPT].sort().values
+    m = e[at].abs()
+    is_larger = m >= by_halves(m / KEPT)
+    s = torch.zeros_like(e)
+    for group in (is_larger, ~is_larger):
+        mean = by_halves(torch.where(group, m / group.sum(), 0)).bfloat16().float()
+        s[at[group]] = mean * e[at[group]].sign()
+    return s
+
+
+class Accumulators:
+    """Of each worker e <- beta e + Delta; s = Q2(TopK(e)); e <- e - s."""
+
+    def __init__(self) -> None:
+        self.e: dict[tuple[int, frozenset[str]], torch.Tensor] = {}
+
+    def __call__(self, worker: int, delta: State) -> State:
+        key = worker, frozenset(delta)
+        flat = torch.cat([value.reshape(-1) for value in delta.values()])
+        e = BETA * self.e.get(key, torch.zeros_like(flat)) + flat
+        s = q2_of_top_k(e)
+        self.e[key] = e - s
+        parts = torch.split(s, [value.numel() for value in delta.values()])
+        return {
+            name: part.view_as(value)
+            for (name, value), part in zip(delta.items(), parts, strict=True)
+        }
+
+
+def falling(_: int) -> Outer:
+    """theta <- theta - alpha mean(s); alpha falls by half a cosine."""
+    rounds = 0
+
+    def step(values: State, gradient: State) -> State:
+        nonlocal rounds
+        along = (1 - math.cos(math.pi * min(1.0, rounds / ROUNDS))) / 2
+        alpha = ALPHA * (1 + along * (LAST_ALPHA - 1))
+        rounds += 1
+        return {name: torch.add(values[name], g, alpha=-alpha) for name, g in gradient.items()}
+
+    return step
+
+
+@pytest.mark.parametrize("plan", [Plan(3, strided(1)), FRAGMENTS], ids=["whole", "fragments"])
+def test_run_of_sparseloco_equals_the_plain_loop_bit_for_bit(plan: Plan) -> None:
+    options = {
+        "wire_dtype": f"sparse:{KEPT}",
+        "feedback_decay": BETA,
+        "outer": "sgd",
+        "outer_lr": ALPHA,
+        "outer_lr_schedule": f"cosine:{ROUNDS}:{LAST_ALPHA}",
+        "chunk_elements": 4096,
+    }
+    steps = (ROUNDS + 2) * plan.sync_every
+    base = {"workers": 2, "deterministic": True, **options_of(plan)}
+    with Broker(make_config(**base, **options)) as broker:
+        got = run(broker, trainees(2, adamw), steps)
+    travels = Accumulators()
+    assert_same(got, streaming(trainees(2, adamw), steps, plan, falling, travels=travels))
+    assert all(bool(e.any()) for e in travels.e.values()), "something was left out"
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_run_in_top64_comes_to_its_end_with_what_it_has_learnt(mode: str) -> None:
+def test_run_in_sparse_ends_with_what_it_has_learnt(mode: str) -> None:
     """Copies are compared at the end of each run. The model has 83 elements: all but 19 are sent."""
     options: dict[str, Any] = {"mode": mode, "sync_every": 4, "reply_dtype": "int8"}
-    with Broker(make_config(**options, wire_dtype="top64")) as broker:
+    options |= {"wire_dtype": "sparse", "feedback_decay": 0.95}
+    with Broker(make_config(**options)) as broker:
         first, last = run(broker, trainees(1), 4).final, run(broker, trainees(1), 40).final
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert all(bool(torch.isfinite(value).all()) for value in last.values())

@@ -11,6 +11,7 @@ from torch import Tensor
 from diloco_protocol import Counted, Ledger, Segment
 from diloco_protocol.messages import Chunk, Commit, Pull, Push, Released
 from diloco_protocol.tensors.codecs import CODECS, checksum
+from diloco_worker.ports import LocalPorts
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -45,7 +46,7 @@ def follows(
 
 def training_base(training: ScriptedTraining, index: int) -> Tensor:
     ports = training.worker._ports
-    assert ports is not None
+    assert isinstance(ports, LocalPorts)
     base = ports.fragments[0].base
     span = base.layout.spans[index]
     return base.vectors[span.segment][span.start : span.stop]

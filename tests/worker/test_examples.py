@@ -18,7 +18,10 @@ pytest_plugins = ("kit.process_fixtures",)
     "name",
     [
         "plain_loop.py",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("amp_compile.py", "resume.py")),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("amp_compile.py", "muloco.py", "resume.py")
+        ),
     ],
 )
 def test_two_workers_train_by_the_example(processes: Processes, name: str) -> None:
@@ -27,6 +30,13 @@ def test_two_workers_train_by_the_example(processes: Processes, name: str) -> No
         first, *_, last = losses(output)
         assert last < first, output
         assert "after 4 pushes" in output
+
+
+def test_example_trains_alone_with_an_outer_optimizer(processes: Processes) -> None:
+    child = started(processes, "muloco.py", "a", "local")
+    assert child.ends(within=90) == 0, child.output
+    first, *_, last = losses(child.output)
+    assert last < first and "after 1 pushes" in child.output
 
 
 @pytest.mark.slow

@@ -29,8 +29,9 @@ CODEC = "int4"
 class Sender:
     """The expected pushes of a chunk in which all elements are equal."""
 
-    def __init__(self, wire: str = CODEC) -> None:
+    def __init__(self, wire: str = CODEC, decay: float = 1.0) -> None:
         self.wire = wire
+        self.decay = decay
         self.residual = 0.0
 
     def sends(self, delta: float) -> float:
@@ -40,7 +41,7 @@ class Sender:
 
     def counts(self, delta: float) -> None:
         """The push counted."""
-        self.residual = fp32(self._sum(delta) - self.sends(delta))
+        self.residual = fp32(self.decay * fp32(self._sum(delta) - self.sends(delta)))
 
     def _sum(self, delta: float) -> float:
         return fp32(delta + self.residual)
@@ -96,10 +97,16 @@ def some(*chunks: int) -> Bitmap:
     return made
 
 
+DECAYS = pytest.mark.parametrize("decay", [1.0, 0.75])
+
+
+@DECAYS
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_residual_is_sent_with_the_next_delta(training: ScriptedTraining, wire: str) -> None:
-    few(training, wire)
-    sender = Sender(wire)
+def test_residual_is_sent_with_the_next_delta(
+    training: ScriptedTraining, wire: str, decay: float
+) -> None:
+    few(training, wire, feedback_decay=decay)
+    sender = Sender(wire, decay)
     for counter in range(1, 6):
         assert counted_round(training, counter) == [sender.sends(H)] * CHUNKS
         sender.counts(H)
@@ -115,11 +122,12 @@ def test_unquantized_deltas_have_no_residual(training: ScriptedTraining, wire: s
     assert saved["resume"]["fragments"][0]["residual"] is None
 
 
+@DECAYS
 def test_rejected_push_keeps_the_residual_and_loses_its_steps(
-    training: ScriptedTraining,
+    training: ScriptedTraining, decay: float
 ) -> None:
-    few(training)
-    sender = Sender()
+    few(training, feedback_decay=decay)
+    sender = Sender(decay=decay)
     counted_round(training, 1)
     sender.counts(H)
     training.trains(H)
@@ -136,12 +144,13 @@ def test_rejected_push_keeps_the_residual_and_loses_its_steps(
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
+@DECAYS
 def test_pushes_rejected_in_a_row_are_settled_by_a_version_with_some_of_them(
-    training: ScriptedTraining,
+    training: ScriptedTraining, decay: float
 ) -> None:
     """No version arrives in between."""
-    few(training)
-    sender = Sender()
+    few(training, feedback_decay=decay)
+    sender = Sender(decay=decay)
     counted_round(training, 1)
     sender.counts(H)
     numbers = []
@@ -168,8 +177,9 @@ def test_pushes_rejected_in_a_row_are_settled_by_a_version_with_some_of_them(
     assert other.residual != sender.residual
 
 
-def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining) -> None:
-    few(training)
+@DECAYS
+def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining, decay: float) -> None:
+    few(training, feedback_decay=decay)
     counted_round(training, 1)
     training.trains(H)
     broker = training.broker
@@ -184,20 +194,25 @@ def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining) -> No
     assert taken(broker, again) == before
     training.serves(100, 2, push)
     training.done()
-    sender = Sender()
+    sender = Sender(decay=decay)
     sender.counts(H)
     sender.counts(H)
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
+@DECAYS
 @pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
-    training: ScriptedTraining, broker: ScriptedBroker, is_counted: bool, is_taken: bool
+    training: ScriptedTraining,
+    broker: ScriptedBroker,
+    is_counted: bool,
+    is_taken: bool,
+    decay: float,
 ) -> None:
     """Also for chunks that had not been sent."""
-    few(training, fragment_sync_delay=3)
-    sender = Sender()
+    few(training, fragment_sync_delay=3, feedback_decay=decay)
+    sender = Sender(decay=decay)
     training.steps(H)
     push, _ = pushes(training)
     training.brings(100, 1, push)

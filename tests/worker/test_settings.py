@@ -42,6 +42,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "handle_signals": ("Exit", "exit"),
     "audit": ("log.jsonl", "log.jsonl"),
     "tensor_threads": ("3", 3),
+    "local": ("outer_lr=0.8, outer_momentum=0.5", {"outer_lr": 0.8, "outer_momentum": 0.5}),
 }
 ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}
 OPTIONS = {each.name for each in fields(WorkerOptions)}
@@ -167,6 +168,14 @@ def test_invalid_value_is_named_with_its_variable(name: str, text: str, sentence
         ({"options": {"extra": {"lr": torch.tensor(1.0)}}}, r"extra is {'lr': tensor.*"),
         ({"options": {"tied": ["a.w", "b.w"]}}, r"tied is \['a.w', 'b.w'\]"),
         ({"options": {"audit": 7}}, "audit is 7"),
+        ({"options": {"local": {"outer_rate": 1.0}}}, "must be a dict of outer_lr, above 0"),
+        ({"options": {"local": {"outer_lr": 0}}}, "must be a dict of outer_lr, above 0"),
+        ({"server": "local", "keys": "a.key"}, "'local' runs without a broker, and keys need one"),
+        ({"server": "local", "wire_dtype": "bf16"}, "wire_dtype='bf16' need one; leave them out"),
+        (
+            {"server": "local", "expect": {"num_fragments": 4}, "options": {"audit": "a.jsonl"}},
+            "audit, num_fragments=4 need one",
+        ),
     ],
 )
 def test_invalid_keyword_value_is_one_sentence(keywords: dict[str, Any], words: str) -> None:

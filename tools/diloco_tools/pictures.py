@@ -79,6 +79,14 @@ def scale_rates(axes: Any, words: Any) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write it as a PNG."""
-    figure.savefig(path)
+def save(figure: Any, path: Path, style: str = "") -> None:
+    """Write it, as a PNG; with a style sheet as a transparent SVG."""
+    if not style:
+        figure.savefig(path)
+        return
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    head, defs, rest = path.read_text(encoding="utf-8").partition("<defs>")
+    path.write_text(f"{head}<style>{style}</style>{defs}{rest}", encoding="utf-8")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,19 +34,18 @@ from diloco_worker.counted_steps import CountedSteps
 from diloco_worker.group.beginning import begin_together, same_resumption, same_settings
 from diloco_worker.joining import Joining
 from diloco_worker.launching import write_end
+from diloco_worker.local import LocalOuter, config_of, outer_states
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
-from diloco_worker.model.spread.ranks import FORCE, LOAD, STEP, GroupBroken, Ranks, group_of
+from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.ports import LocalPorts, RunFacts
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
-from diloco_worker.saved_state import Resumption, Saved
+from diloco_worker.saved_state import Resumption, Saved, check_model
 from diloco_worker.session.events import BeatNow
-from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.sync.state import SyncState
 from diloco_worker.transport import own_log, uncaught
 from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
@@ -75,15 +74,15 @@ class DiLoCoWorker:
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
             counted. With a list, one step is counted when all have stepped: see `counted_steps`.
         server: the broker's address, several separated by commas, or a function that returns one, called
-            whenever the broker is unreachable. Without one, here and in DILOCO_SERVER, every call is a
-            no-op.
+            whenever the broker is unreachable; or "local", for an outer optimizer in this process: see
+            `local`. Without one, here and in DILOCO_SERVER, every call is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. It may differ from the
             run's; in a run with rounds a larger value is reduced to the run's.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
             worker_id, and the only one that a broker with keys accepts.
-        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". It may differ
-            from the run's.
+        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4", "int4z" or "sparse" (or
+            "sparse:K"; docs/codecs.md). It may differ from the run's.
         process_group: the processes that are one worker together: "world", a
             `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make the worker, and call the
             same methods at the same steps; see docs/frameworks.md.
@@ -121,8 +120,10 @@ class DiLoCoWorker:
         # The fields of `Settings` are named as the arguments.
         self._settings: settings.Settings = settings.resolve(locals())
         own_log.asked_level()  # raises for an invalid one
+        if self._settings.is_local:
+            config_of(self._settings)  # likewise
         self._keys, chosen_id = None, self._settings.worker_id
-        if self._settings.server is not None:
+        if self._settings.has_broker:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
         ranks = self._ranks = None if process_group is None else Ranks(group_of(process_group))
         if ranks is not None:
@@ -144,9 +145,11 @@ class DiLoCoWorker:
             else:
                 self._tensors = SpreadTensors.of_group(model, ranks, self._settings.tied or ())
             self._tensors.may_pin = self._settings.pin_memory is not False
-        self._ports: LocalPorts | None = None
+        self._ports: LocalPorts | LocalOuter | None = None
         self._resumption: Resumption | None = None
-        self._carried: object = None  # the loaded state, until training starts
+        # The loaded state, until training starts: with a broker, and of server="local".
+        self._carried: object = None
+        self._outer: Mapping[str, Any] = {}
         self._audit: PushLog | None = None
         self._termination = Termination(
             self._wake, at_once=self._settings.handle_signals == settings.EXIT
@@ -154,7 +157,7 @@ class DiLoCoWorker:
         self._reports = Reports()
         # For the `data.WorkQueue` of this worker.
         self.units = UnitLine(
-            is_alone=self._settings.server is None,
+            is_alone=not self._settings.has_broker,
             leads=ranks is None or ranks.leads,
             is_asked=lambda: self._termination.is_asked,
         )
@@ -192,7 +195,7 @@ class DiLoCoWorker:
         settings.warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
             return self
-        if self._link is not None:
+        if self._has_started:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
         try:
             own_log.speak(leads=self._ranks is None or self._ranks.leads)
@@ -204,11 +207,10 @@ class DiLoCoWorker:
 
     def _start(self, server: Given, tensors: ModelTensors) -> DiLoCoWorker:
         pair.occupy(self._model, self, self.worker_id)
-        own, ranks = self._settings, self._ranks
-        resumption = self._resumption
+        own, ranks, resumption = self._settings, self._ranks, self._resumption
         checks = [partial(check_values, tensors)]
         if resumption is not None:
-            checks.append(partial(resumption.check_model, tensors))
+            checks.append(partial(check_model, tensors, resumption.checksums))
         if ranks is not None:
             same_resumption(ranks, resumption, self._step, self._cycle_start)
             checks = [partial(ranks.agreed, check) for check in checks]
@@ -221,7 +223,7 @@ class DiLoCoWorker:
             worker_id=self.worker_id,
             tensors=tensors,
             settings=own,
-            resumption=self._resumption,
+            resumption=resumption,
             keys=self._keys,
             placement=Placement.of(tensors.devices, own.pin_memory, own.keep_global_on),
             audit=self._audit,
@@ -233,10 +235,13 @@ class DiLoCoWorker:
             cycle_start=self._cycle_start,
             opened=self._opened,
         )
-        self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
+        if own.is_local:
+            self._ports = LocalOuter.of(joining, ranks, self._outer)
+        else:
+            self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
-        self._resumption = self._carried = None
+        self._resumption, self._carried, self._outer = None, None, {}
         self._steps.start()
         self._termination.is_training = True
         return self
@@ -285,8 +290,7 @@ class DiLoCoWorker:
         """Leave, with this reason for the broker. `hasty`: the process is about to end."""
         self._steps.stop()
         self._termination.is_training = False
-        link = self._link
-        if link is None:
+        if not self._has_started:
             return
         self._termination.tell()
         patience = LINK_PATIENCE_S
@@ -319,7 +323,7 @@ class DiLoCoWorker:
             UsageError: a value that is not a single number, a count that is negative, not finite, or
                 adds up to more than 2**53 - 1, an unknown keyword. A loss may be NaN.
         """
-        if self._link is not None:
+        if self._has_started:
             self._reports.add(loss, tokens, samples)
         elif self._tensors is not None:
             settings.warn_once(
@@ -333,10 +337,9 @@ class DiLoCoWorker:
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
         other workers reach theirs later, so this may wait up to a whole round (P rounds with fragments).
         """
-        link = self._link
-        if self._ports is None or link is None or (self._ranks is None and link.has_ended):
+        if self._ports is None or self._has_left:
             return False
-        return self._between_steps(FORCE, boundary.force)
+        return self._between_steps(self._ports.force)
 
     def load_global(self) -> bool:
         """Put the newest global parameters into the model, to evaluate them.
@@ -345,14 +348,14 @@ class DiLoCoWorker:
         boundary or at the end. Returns False, and leaves the model alone, when the broker cannot be
         reached.
         """
-        if self._ports is None or self._link is None:
+        if self._ports is None:
             return False
-        if self._ranks is None and self._link.has_ended:
+        if self._has_left:
             logger.warning(
                 "load_global() was called after the worker left; the model is unchanged."
             )
             return False
-        return self._between_steps(LOAD, boundary.load)
+        return self._between_steps(self._ports.load)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -369,8 +372,7 @@ class DiLoCoWorker:
         trained = [each for entry, each in tensors.live() if entry.kind is not Kind.FROZEN]
         local = [tensor.clone() for tensor in trained]
         try:
-            for each in ports.fragments:
-                tensors.put(each.base)
+            ports.put_global()
             yield
         finally:
             with torch.no_grad():
@@ -382,12 +384,14 @@ class DiLoCoWorker:
     @property
     def config(self) -> RunConfig | None:
         """The run's configuration; None before joining."""
+        if isinstance(self._ports, LocalOuter):
+            return self._ports.config
         return self._link.config if self._link else None
 
     @property
     def sync_every(self) -> int | None:
         """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
-        return self._ports.state.schedule.sync_every if self._ports else None
+        return self._ports.schedule.sync_every if self._ports else None
 
     @property
     def progress(self) -> Progress:
@@ -461,7 +465,7 @@ class DiLoCoWorker:
         """The current counters: attributes, or a mapping."""
         metrics = replace(
             self._counters,
-            unsynced_steps=self._ports.state.unsynced_steps if self._ports else 0,
+            unsynced_steps=self._ports.unsynced_steps if self._ports else 0,
             model_change=self._model_change,
             last_error=self._steps.problem or self._reports.problem,
         )
@@ -478,13 +482,13 @@ class DiLoCoWorker:
         """Index and count of this worker's share of the data, for samplers; constant for this worker.
 
         The values of DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS, else the index that the broker
-        assigned, and the number of workers. (0, 1) without a server.
+        assigned, and the number of workers. (0, 1) without a broker.
 
         Raises:
             UsageError: this worker has not started, the variables are not a share, or the broker gives
                 none.
         """
-        if self._settings.server is not None and self._link is None:
+        if self._settings.has_broker and self._link is None:
             raise UsageError(
                 "shard is known once the worker has started; read it within the `with`."
             )
@@ -506,20 +510,23 @@ class DiLoCoWorker:
 
         `local_step` and `cycle_start` are the worker's place in its cycle of H steps. "resume" has the
         parameters and deltas; without it a worker begins with the run's parameters, and makes its next
-        boundary after the rest of the cycle.
+        boundary after the rest of the cycle. With server="local" it is None, and "outer" has the global
+        parameters and the momentum.
         """
         metrics = dict(self.sync_metrics)
         for passing in ("last_error", "unsynced_steps", "model_change"):
             del metrics[passing]
         self._reports.read(time.monotonic(), at_once=True)
         ports = self._ports
+        resume, outer = ports.saved_state() if ports else (self._carried, self._outer)
         return {
             "local_step": self._step,
-            "cycle_start": ports.state.schedule.cycle_start if ports else self._cycle_start,
+            "cycle_start": ports.schedule.cycle_start if ports else self._cycle_start,
             "sync_count": self.sync_count,
             **self._reports.counts,
             "metrics": metrics,
-            "resume": ports.saved() if ports else self._carried,
+            "resume": resume,
+            **({"outer": outer} if outer else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -534,12 +541,15 @@ class DiLoCoWorker:
         Raises:
             UsageError: the worker has started, or the dict is not one of ours, or of another model.
         """
-        if self._link is not None:
+        if self._has_started:
             raise UsageError("load_state_dict() must be called before the worker starts.")
         saved = Saved.of(state, self._tensors)
         self._counters, self._carried = saved.counters, saved.plain
         self._step, self._cycle_start = saved.step, saved.cycle_start
         self._reports.counts = dict(saved.counts)
+        if self._settings.is_local:
+            self._outer = outer_states(state)
+            return
         self._resumption = saved.resumption_of(self._chosen_id)
         if self._resumption is not None:
             self.worker_id = self._resumption.worker_id
@@ -567,6 +577,15 @@ class DiLoCoWorker:
     # Steps.
 
     @property
+    def _has_started(self) -> bool:
+        return self._link is not None or self._ports is not None
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether calls go nowhere. In a group the ports say so, to all processes alike."""
+        return self._ranks is None and self._link is not None and self._link.has_ended
+
+    @property
     def _facts(self) -> RunFacts:
         """What is known of the run; the same at all ranks of a worker."""
         return self._ports.facts if self._ports else RunFacts()
@@ -579,33 +598,28 @@ class DiLoCoWorker:
         ports = self._ports
         assert ports is not None
         self._step += 1
-        ports.state.step = self._step
         if self.units.has_noted:
             self.units.stepped()
-        if not ports.is_idle:
-            self._run(ports, STEP, partial(boundary.after_step, step=self._step))
+        if ports.stepped(self._step):
+            self._run(ports.after_step)
         self._publish()
         if ports.is_asked:
             self._termination.step_ended()
 
-    def _between_steps(
-        self, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, bool]]
-    ) -> bool:
+    def _between_steps(self, call: Callable[[], bool]) -> bool:
         """Run a boundary for a call between two steps; the time does not count as training."""
-        assert self._ports is not None
         began = time.monotonic()
-        done = self._run(self._ports, call, steps)
+        done = self._run(call)
         self._publish()
         self._steps.pace.leave_out(time.monotonic() - began)
         return bool(done)
 
-    def _run(
-        self, ports: LocalPorts, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, T]]
-    ) -> T | None:
+    def _run(self, call: Callable[[], T]) -> T | None:
         """Run a boundary for a call of the script; errors in it must not end the training."""
+        assert self._ports is not None
         try:
             with self._termination.held():
-                return ports.run(call, steps)
+                return call()
         except GroupBroken:
             raise
         except Exception as error:
@@ -614,15 +628,17 @@ class DiLoCoWorker:
             logger.exception(
                 "Synchronising failed; training continues, retrying at the next boundary."
             )
-            ports.state.schedule.restart(self._step)
+            self._ports.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
             return None
 
     def _trouble(self, text: str) -> None:
         """Report a problem of the ongoing training, at once."""
-        if self._ports is not None and self._link is not None:
-            logger.warning("%s", text)
+        if self._ports is None:
+            return
+        logger.warning("%s", text)
+        if self._link is not None:
             self._link.last_error = text
             self._publish()
             self._link.tell(BeatNow())
@@ -634,7 +650,7 @@ class DiLoCoWorker:
             self._link.progress = Heartbeat(
                 session=b"",
                 step=self._step,
-                inner_step=self._ports.state.schedule.position(self._step) if self._ports else 0,
+                inner_step=self._ports.schedule.position(self._step) if self._ports else 0,
                 state="waiting" if waiting else "training",
                 steps_per_s=self._steps.pace.steps_per_s,
                 loss=self._reports.loss,

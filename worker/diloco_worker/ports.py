@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
@@ -21,7 +22,7 @@ from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
-from diloco_worker.model.spread.ranks import SAVE
+from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP
 from diloco_worker.model.values import Constants
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
@@ -35,6 +36,7 @@ from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.merge import FragmentValues
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.ports import MergeFailed, NonFinite, finish
+from diloco_worker.sync.schedule import RoundSchedule
 from diloco_worker.sync.state import Options, SyncState
 from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
@@ -187,6 +189,33 @@ class LocalPorts(Participant):
     # What the hook calls.
 
     @property
+    def schedule(self) -> RoundSchedule:
+        return self.state.schedule
+
+    @property
+    def unsynced_steps(self) -> int:
+        return self.state.unsynced_steps
+
+    def stepped(self, step: int) -> bool:
+        """An optimizer step was made; returns whether there is anything to do after it."""
+        self.state.step = step
+        return not self.is_idle
+
+    def after_step(self) -> None:
+        self.run(STEP, partial(boundary.after_step, step=self.state.step))
+
+    def force(self) -> bool:
+        return bool(self.run(FORCE, boundary.force))
+
+    def load(self) -> bool:
+        return bool(self.run(LOAD, boundary.load))
+
+    def put_global(self) -> None:
+        """Put the global parameters received last into the model."""
+        for each in self.fragments:
+            self.tensors.put(each.base)
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do after this step."""
         return not self.reports.pending and self.state.is_calm and not self.has_news()
@@ -204,6 +233,10 @@ class LocalPorts(Participant):
         self.has_left = True
         if not self.link.has_ended:
             finish(boundary.leave(self.state, hasty=hasty))
+
+    def saved_state(self) -> tuple[Plain | None, None]:
+        """`saved`, and no outer optimizer: the broker has it."""
+        return self.saved(), None
 
     def saved(self) -> Plain | None:
         """Parameters and deltas for the checkpoint of a script.

@@ -94,19 +94,19 @@ class Resumption:
         versions = [base.version.plain() for base in bases]
         return [self.worker_id, asdict(self.place), versions, pushes_in_flight]
 
-    def check_model(self, tensors: ModelTensors) -> None:
-        """Raise UsageError when this is not the model that the checkpoint was written with.
 
-        Its distance from the base would be pushed as trained.
-        """
-        names = differing(tensors, self.checksums)
-        if names:
-            compared = len({tensor_name(name) for name in self.checksums})
-            raise UsageError(
-                "The model is not as it was when this worker's state was taken: "
-                f"{len(names)} of {compared} tensors differ ({summarise(names)}); load "
-                "the model's own checkpoint of that moment before the worker starts."
-            )
+def check_model(tensors: ModelTensors, sums: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UsageError when this is not the model that a checkpoint with these checksums was written
+    with. Its distance from the base would be pushed as trained.
+    """
+    names = differing(tensors, sums)
+    if names:
+        compared = len({tensor_name(name) for name in sums})
+        raise UsageError(
+            "The model is not as it was when this worker's state was taken: "
+            f"{len(names)} of {compared} tensors differ ({summarise(names)}); load "
+            "the model's own checkpoint of that moment before the worker starts."
+        )
 
 
 # The layout below; other numbers are refused.

@@ -125,6 +125,12 @@ ADDRESS = Kind(
     address_file.ADDRESS,
     lambda value: address_file.is_address(value) if isinstance(value, str) else callable(value),
 )
+LOCAL = "local"  # a server that is this process; see `local`
+_SERVER = Kind(
+    str,
+    f"{ADDRESS.what}; or {LOCAL!r}, for an outer optimizer in this process",
+    lambda value: value == LOCAL or ADDRESS.holds(value),
+)
 _ID = Kind(
     str,
     f"1 to {LONGEST_WORKER_ID} printable characters",
@@ -155,6 +161,20 @@ _TIED = Kind(
     "groups of names like [['embed.weight', 'head.weight']] (in a variable "
     "embed.weight=head.weight)",
     lambda value: isinstance(value, list | tuple) and not any(isinstance(v, str) for v in value),
+)
+
+
+_LOCAL = Kind(
+    lambda text: {name: float(value) for name, value in _pairs(text).items()},
+    "a dict of outer_lr, above 0, and outer_momentum, from 0 to below 1 (in a variable pairs like "
+    "outer_lr=0.4,outer_momentum=0.9)",
+    lambda value: (
+        isinstance(value, Mapping)
+        and value.keys() <= {"outer_lr", "outer_momentum"}
+        and all(SECONDS.holds(each) for each in value.values())
+        and value.get("outer_lr", 1) > 0
+        and value.get("outer_momentum", 0) < 1
+    ),
 )
 
 
@@ -207,6 +227,8 @@ class WorkerOptions:
         audit: a file that gets a JSON line for each push. Default: none.
         tensor_threads: threads that encode deltas in few bits on the host, the sending one among
             them, to the same bits. Default: one less than there are cores, from 1 to 4.
+        local: outer_lr and outer_momentum of server="local"; not used with a broker. Default: 0.4, and a
+            momentum that rises from 0.5 to 0.9 in 200 outer steps.
     """
 
     heartbeat_interval: float | None = keyword(SECONDS)
@@ -219,19 +241,28 @@ class WorkerOptions:
     handle_signals: bool | str | None = keyword(_SIGNALS)
     audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as the others
     tensor_threads: int | None = keyword(whole(1))
+    local: Mapping[str, float] | None = keyword(_LOCAL)
 
 
 @dataclass(frozen=True)
 class Settings(WorkerOptions):
     """All settings of a worker: the keywords of `DiLoCoWorker` and its options."""
 
-    server: Given | None = keyword(ADDRESS)  # noqa: RUF009  a field
+    server: Given | None = keyword(_SERVER)  # noqa: RUF009  a field
     sync_every: int | None = keyword(whole(1))
     worker_id: str | None = keyword(_ID)
     keys: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field
     wire_dtype: str | None = keyword(_WIRE_DTYPE)
     timeout: float = keyword(SECONDS, 600.0)
     expect: Mapping[str, Any] | None = keyword(_EXPECT)
+
+    @property
+    def is_local(self) -> bool:
+        return self.server == LOCAL
+
+    @property
+    def has_broker(self) -> bool:
+        return self.server is not None and not self.is_local
 
     @property
     def wants(self) -> dict[str, Any]:
@@ -309,7 +340,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             except ValueError:
                 raise _wrong(source, text, kind) from None
         check(value, kind, source)
-        is_address = isinstance(value, str) and kind is ADDRESS
+        is_address = isinstance(value, str) and kind is _SERVER and value != LOCAL
         values[each.name] = ",".join(several(value)) if is_address else value
     expect = values["expect"] = {**_old_variables(environ), **(values["expect"] or {})}
     if own := sorted(KEYWORDS & expect.keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
 from inspect import Parameter
@@ -10,11 +11,20 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.declaration import RUN
 from diloco_broker.config.option import option_of
+from diloco_broker.config.presets import PRESETS
 
 DECLARED = {each.name: option for each in fields(BrokerConfig) if (option := option_of(each)).panel}
 DEFAULTS = {each.name: each.default for each in fields(BrokerConfig)}
 _TYPES = get_type_hints(BrokerConfig)
+
+
+def as_number(text: Any) -> Any:
+    """The number that a text stands for; other values unchanged: BrokerConfig rejects wrong words."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(text)
+    return text
 
 
 def parameter(name: str, default: Any, text: str, panel: str | None = None) -> Parameter:
@@ -51,7 +61,15 @@ def as_declared(name: str, default: Any) -> Parameter:
 
 
 def all_declared(defaults: Mapping[str, Any], without: Container[str] = ()) -> Iterator[Parameter]:
-    """All options of the configuration, the most used first."""
+    """All options of the configuration, the most used first, and `--preset`."""
     for name in dict.fromkeys((*MOST_USED, *DECLARED)):
         if name not in without:
             yield as_declared(name, defaults[name])
+    shown = typer.Option(
+        metavar="NAME",
+        help=f"Named group of options: {', '.join(PRESETS)}. Explicit options override those of the "
+        "preset; the start prints both.",
+        rich_help_panel=RUN.title,
+    )
+    kind = Annotated[str | None, shown]
+    yield Parameter("preset", Parameter.KEYWORD_ONLY, default=None, annotation=kind)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from diloco_broker.cli.config_options import DECLARED, parameter
+from diloco_broker.cli.config_options import DECLARED, as_number, parameter
 from diloco_broker.cli.failures import fail
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config.broker_config import SETTINGS
@@ -205,6 +205,8 @@ def set_(broker: Asked, yes: Yes = False, **settings: Any) -> None:
         reached = reached_end(arguments, status.data) if status.ok else None
         if reached is not None:
             broker.sure(yes, f"{reached} End the run?")
+    if "grace" in arguments:
+        arguments["grace"] = as_number(arguments["grace"])
     broker.do("set", **arguments)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared, as_number
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
@@ -48,6 +47,7 @@ class WithPort(Command):
 
 @with_options(all_declared(_DEFAULTS))
 def serve(  # noqa: PLR0917  each is an option
+    context: typer.Context,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -114,7 +114,7 @@ def serve(  # noqa: PLR0917  each is an option
             _save_nothing(options)
         keys: Path | None = options["keys"]
         key = key_of_page(keys) if keys is not None and dashboard is not None else None
-        config = config_of(options)
+        config = config_of(options, context)
         if check:
             typer.echo("The options are valid.")
             raise typer.Exit
@@ -153,16 +153,28 @@ def _save_nothing(options: dict[str, Any]) -> None:
     options["save_dir"] = None
 
 
-def config_of(options: dict[str, Any]) -> BrokerConfig:
-    """The validated configuration of these options; raises UsageError."""
-    from diloco_broker.config import BrokerConfig
+def config_of(options: dict[str, Any], context: typer.Context) -> BrokerConfig:
+    """The validated configuration of these options; raises UsageError.
 
+    With a preset, prints the options that it sets.
+    """
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.config.presets import preset, summary
+
+    name = options.pop("preset")
     delay = options["fragment_sync_delay"]
     if delay is not None and delay.isdecimal():  # BrokerConfig rejects words other than auto
         options["fragment_sync_delay"] = int(delay)
-    with contextlib.suppress(TypeError, ValueError):  # None or other text, as above
-        options["max_delta_norm"] = float(options["max_delta_norm"])
-    return BrokerConfig(**options)
+    options |= {each: as_number(options[each]) for each in ("grace", "max_delta_norm")}
+    if name is None:
+        return BrokerConfig(**options)
+    for each in preset(name):
+        source = context.get_parameter_source(each)
+        if source is not None and source.name == "DEFAULT":
+            del options[each]
+    config = BrokerConfig.from_preset(name, **options)
+    typer.echo(summary(name, options))
+    return config
 
 
 def _broker(config: BrokerConfig, model: Path | None) -> Broker:

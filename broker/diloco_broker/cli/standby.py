@@ -29,6 +29,8 @@ _DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-standby")}
 
 @with_options(all_declared(_DEFAULTS, NOT_ITS_OWN))
 def standby(
+    context: typer.Context,
+    *,
     address: ServerArgument = None,
     of: Annotated[
         str | None,
@@ -62,7 +64,7 @@ def standby(
     log_to_stderr(verbose)
     with failing_in_a_sentence():
         of = server_of(address, of, default=None)
-        config = config_of(options)
+        config = config_of(options, context)
         keys = None if hub_keys is None else find_keys(hub_keys, Role.OPERATOR)
         if keys is not None and keys.peer.role is not Role.OPERATOR:
             raise UsageError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import check_alone, refusal
+from diloco_broker.config.presets import preset, summary
 from diloco_protocol.addresses import CONTROL_PORT, FEED_PORT, is_loopback, with_scheme
 from diloco_protocol.errors import UsageError, check_names
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
@@ -64,6 +65,14 @@ class BrokerConfig(Options):
     def __new__(cls, *_: object, **options: object) -> BrokerConfig:
         check_names("BrokerConfig", "option", options, [each.name for each in fields(cls)])
         return super().__new__(cls)
+
+    @classmethod
+    def from_preset(cls, name: str, **options: Any) -> BrokerConfig:
+        """The options of a preset, except those given here; see `diloco_broker.config.presets`."""
+        try:
+            return cls(**(preset(name) | options))
+        except UsageError as error:
+            raise UsageError(f"{error} {summary(name, options)}") from None
 
     def __post_init__(self) -> None:
         if self.fragment_sync_delay is None:
@@ -130,6 +139,9 @@ def _require_unset(options: Options, name: str, why: str) -> None:
 def _check_async(options: Options) -> None:
     for name in _ONLY_ROUNDS:
         _require_unset(options, name, " with --mode async, which applies each push by itself")
+    _require(
+        options, "grace", options.grace != AUTO, "a number with --mode async, without a quorum"
+    )
 
 
 def _check_sync(options: Options) -> None:
@@ -230,11 +242,37 @@ def _check_outer(options: Options) -> None:
     if outer == "sgd" and not options.outer_schedule.warmup.is_constant:
         why = ", or constant: --outer sgd has no momentum"
         _require_unset(options, "outer_momentum_warmup", why)
+    _check_restart(options)
     if outer != "dn" or options.dn_variant != "paper":
         why = ": only --outer dn with --dn-variant paper uses it"
         _require_unset(options, "dn_c", why)
     if outer != "dn":
         _require_unset(options, "dn_variant", f": --outer {outer} is not dn")
+    if outer != "cgad":
+        for name in ("cgad_decay", "cgad_cutoff", "cgad_epsilon"):
+            _require_unset(options, name, f": --outer {outer} is not cgad")
+        return
+    no_rounds = "another one without --mode async: cgad weighs stale pushes, and rounds have none"
+    _require(options, "outer", options.is_async, no_rounds)
+    _require_unset(
+        options, "staleness_weight", " with --outer cgad, which weighs stale pushes itself"
+    )
+    if not options.outer_schedule.warmup.is_constant:
+        why = ", or constant: --outer cgad has a constant momentum"
+        _require_unset(options, "outer_momentum_warmup", why)
+
+
+def _check_restart(options: Options) -> None:
+    restart = options.outer_momentum_restart
+    if options.outer_name in ("sgd", "cgad"):
+        why = f": --outer {options.outer_name} has no Nesterov momentum"
+        _require_unset(options, "outer_momentum_restart", why)
+    unit = options.dn_size // options.outer_schedule.size  # rounds between two momentum steps
+    several = (
+        f"0, or a multiple of {unit} (--dn-buffer) that is larger" if unit > 1 else "0, or above 1"
+    )
+    fits = restart != unit and restart % unit == 0
+    _require(options, "outer_momentum_restart", fits, several)
 
 
 def _check_reach(options: Options, name: str) -> None:

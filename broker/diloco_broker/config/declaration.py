@@ -32,7 +32,7 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 from diloco_protocol.quantities import parse_duration
 from diloco_protocol.ranges import MOST
 
-AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
+AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median", "rda")
 AUTO = "auto"
 MOST_DELTA_NORM = 1e30
 
@@ -43,6 +43,9 @@ MOST_TENSOR_THREADS = 64
 MOST_STEPS = 1_000_000  # H
 HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
+HIGHEST_DECAY = 10.0
+SMALLEST_EPSILON = 1e-12
+MOST_CUTOFF = 1_000_000  # versions
 SHORTEST_LEASE_S, LONGEST_LEASE_S = 0.5, 3600.0
 LONGEST_S = 30 * 86_400.0
 
@@ -128,9 +131,9 @@ class Options:
 
     outer: str | None = OUTER.option(
         None,
-        one_of("nesterov", "dn", "fedbuff", "sgd"),
+        one_of("nesterov", "dn", "fedbuff", "sgd", "cgad"),
         "Outer optimizer: nesterov, dn (Delayed Nesterov), fedbuff (a buffer of N gradients, then a "
-        "Nesterov step) or sgd (no momentum).",
+        "Nesterov step), sgd (no momentum) or, in async mode, cgad (Adam; stale pushes count less).",
         if_none="nesterov in sync, dn in async",
     )
     outer_lr: float = OUTER.option(
@@ -149,6 +152,11 @@ class Options:
         "Momentum warm-up: constant, or linear:R[:M] or cosine:R[:M], a rise from M to "
         "--outer-momentum, if that is larger, over R rounds of each fragment. M defaults to 0.",
     )
+    outer_momentum_restart: int = OUTER.option(
+        0,
+        whole(0, MOST_ROUNDS),
+        "Number of rounds of each fragment after which its momentum is reset to zero; 0: never.",
+    )
     nesterov: bool = OUTER.option(
         True, SWITCH, "Nesterov momentum, as in the paper; otherwise classical momentum."
     )
@@ -166,6 +174,22 @@ class Options:
         "Variant of Delayed Nesterov: paper, or direct, which counts gradients twice.",
     )
 
+    cgad_decay: float = ASYNC.option(
+        0.1, up_to(HIGHEST_DECAY), "a of cgad: a push that is s versions old counts exp(-a s)."
+    )
+    cgad_cutoff: int | None = ASYNC.option(
+        None,
+        whole(1, MOST_CUTOFF),
+        "Age of a push, in versions, from which it counts nothing with cgad; up to it the weight falls "
+        "along a cosine.",
+        if_none="4 times the workers",
+    )
+    cgad_epsilon: float = ASYNC.option(
+        0.1,
+        within(SMALLEST_EPSILON, 1.0),
+        "Epsilon of Adam in cgad. With a smaller one, steps adapt more to each parameter, and need a "
+        "smaller --outer-lr.",
+    )
     staleness_weight: str = ASYNC.option(
         "none",
         one_of("none", "poly"),
@@ -241,11 +265,13 @@ class Options:
         "Number of contributions after which a round closes, --grace seconds later.",
         if_none="all workers",
     )
-    grace: float = REDUCING.option(
+    grace: float | str = REDUCING.option(
         0.0,
-        up_to(LONGEST_GRACE_S, " seconds"),
+        word_or(AUTO, up_to(LONGEST_GRACE_S, " seconds")),
         "Seconds to wait for more contributions after the quorum; in async mode, after the first push "
-        "for others to apply together with it.",
+        "for others to apply together with it. auto: as long as no worker pauses for it "
+        "(--fragment-sync-delay).",
+        reads=str,
     )
     late: str = REDUCING.option(
         "carry",
@@ -261,13 +287,16 @@ class Options:
         False, SWITCH, "Accept workers that connect through diloco-broker relay."
     )
     weight_by: str = REDUCING.option(
-        "equal", one_of(*WEIGHTS), "Weight of a contribution: equal, tokens or samples."
+        "equal",
+        one_of(*WEIGHTS),
+        "Weight of a contribution: equal, tokens, samples, or tokens2-per-step (tokens^2 / steps).",
     )
     aggregate: str = REDUCING.option(
         "mean",
         one_of(*AGGREGATES),
         "Aggregate of contributions: mean, clip-median-norm (norms are clipped to the median), "
-        "trimmed-mean or coordinate-median (element by element, without extremes).",
+        "trimmed-mean or coordinate-median (element by element, without extremes), or rda (mean length "
+        "times mean direction of each tensor).",
     )
     trim: float = REDUCING.option(
         0.2,
@@ -334,8 +363,14 @@ class Options:
     wire_dtype: str = WIRE.option(
         "bf16",
         one_of(*WIRE_DTYPES),
-        "Dtype of pseudo-gradients (upload): fp32, bf16, fp16; quantized: int8, int4, int4z; "
-        "experimental: top64.",
+        "Dtype of pseudo-gradients (upload): fp32, bf16, fp16; quantized: int8, int4, int4z; sparse: "
+        "the 64 largest of 4096 elements, or sparse:K with K = 32, 64, 128, 256 or 512.",
+    )
+    feedback_decay: float = WIRE.option(
+        1.0,
+        UP_TO_ONE,
+        "Decay of what a quantized push leaves out, before it is added to the next one; SparseLoCo: "
+        "0.95.",
     )
     reply_dtype: str = WIRE.option(
         "fp32",
@@ -411,6 +446,11 @@ class Options:
         return self.outer or USUAL_OUTERS[self.mode]
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether the outer optimizer, unless a factory makes it, remembers earlier rounds."""
+        return self.outer_name != "sgd" and self.outer_momentum > 0
+
+    @property
     def has_buffer(self) -> bool:
         """Whether the outer optimizer buffers gradients."""
         return self.outer_name in ("dn", "fedbuff")
@@ -421,10 +461,16 @@ class Options:
         return self.dn_buffer or usual_buffer(self.mode, self.workers)
 
     @property
+    def cgad_cutoff_versions(self) -> int:
+        """The staleness from which a push does not count with cgad."""
+        return self.cgad_cutoff or 4 * self.workers
+
+    @property
     def outer_schedule(self) -> OuterSchedule:
         """The schedules of learning rate and momentum; in async mode N pushes count as a round."""
         lr, warmup = map(Schedule.parse, (self.outer_lr_schedule, self.outer_momentum_warmup))
-        return OuterSchedule(lr, warmup, self.dn_size if self.is_async else 1)
+        size = self.dn_size if self.is_async else 1
+        return OuterSchedule(lr, warmup, size, self.outer_momentum_restart)
 
     @property
     def has_auto_delay(self) -> bool:
@@ -445,6 +491,23 @@ class Options:
         if self.has_auto_delay:
             return longest_delay(self.sync_every, self.num_fragments)
         return self.least_delay
+
+    def overlap_steps(self, sync_every: int | None = None) -> int:
+        """Steps for which a worker trains on after sending a fragment, if nothing is late.
+
+        tau; with "auto" as long as it does not pause. `sync_every` is a worker's own H, if it has one.
+        """
+        if not self.has_auto_delay:
+            return self.least_delay
+        if self.fragment_max_delay is not None:
+            return self.fragment_max_delay
+        steps = min(sync_every or self.sync_every, self.sync_every)
+        return longest_delay(steps, self.num_fragments)
+
+    @property
+    def fixed_grace(self) -> float:
+        """`grace` in seconds; 0 with "auto", which `core.rounds.grace` determines in each round."""
+        return 0.0 if isinstance(self.grace, str) else self.grace
 
     @property
     def least_steps(self) -> int:

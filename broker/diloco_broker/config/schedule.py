@@ -74,7 +74,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OuterSchedule:
-    """Both schedules of a run.
+    """Both schedules of a run, and the restarts of its momentum.
+
+    `restart` is the number of rounds between two resets of the momentum to zero (arXiv 2605.28585); 0:
+    none. It depends on the count alone, so a resumed run restarts in the same rounds.
 
     `size` is the number of gradients that count as a round of a fragment: 1, or N in asynchronous mode,
     where each push is a gradient.
@@ -83,6 +86,11 @@ class OuterSchedule:
     lr: Schedule = Schedule()
     warmup: Schedule = Schedule()
     size: int = 1
+    restart: int = 0
+
+    def restarts(self, gradients: int) -> bool:
+        """Whether the momentum is reset to zero before the step after this number of gradients."""
+        return self.restart > 0 and gradients > 0 and gradients % (self.restart * self.size) == 0
 
     def factor(self, gradients: int) -> float:
         """The factor of the learning rate after this number of gradients of a fragment."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
 from diloco_broker.core.effects import Effects
@@ -35,6 +36,7 @@ from diloco_broker.core.operations import (
 )
 from diloco_broker.core.relays import combining, link
 from diloco_broker.core.rounds import pushes, sequence
+from diloco_broker.core.rounds.grace import NO_OVERLAP
 from diloco_broker.core.rounds.modes import close_if_due, decision, name_of
 from diloco_broker.core.rounds.round import InvariantBroken, Phase
 from diloco_broker.core.state import RunState
@@ -48,8 +50,10 @@ from diloco_protocol.errors import Code, ProtocolError
 
 
 def _surroundings(state: RunState, event: events.Surroundings) -> Effects:
+    """The broker has started: what surrounds it, and a warning of an option without effect."""
     state.surroundings = event
-    yield from ()
+    if state.config.grace == AUTO and not state.config.overlap_steps():
+        yield effects.warning(NO_OVERLAP)
 
 
 def _outer_groups(state: RunState, event: events.OuterGroups) -> Effects:

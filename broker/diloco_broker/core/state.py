@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
 from diloco_broker.core.data.data_sets import DataSets
 from diloco_broker.core.events import Surroundings
@@ -17,6 +18,7 @@ from diloco_broker.core.members.shards import Shards
 from diloco_broker.core.members.start import Recovery, Seeding, Start
 from diloco_broker.core.relays.relays import Relays
 from diloco_broker.core.rounds.decision import Decision, Reason, Why
+from diloco_broker.core.rounds.grace import Slack
 from diloco_broker.core.rounds.round import Barrier, Phase, PushInProgress, Update
 from diloco_broker.core.rounds.submissions import Submissions
 from diloco_broker.core.versions.record import FragmentRecord
@@ -253,6 +255,7 @@ class RunState:
     # A version that waits for its checkpoint or for the lease.
     unreleased: UnreleasedVersion | None = None
     chunks_waiting: int = 0  # received chunks of pseudo-gradients, not yet added or inspected
+    slack: Slack = field(default_factory=Slack)  # for the grace period of `--grace auto`
     # Staged pushes, if the mode needs complete ones.
     submissions: Submissions = field(default_factory=Submissions)
     now: float = 0.0  # the time of the current event, seconds of the core's clock
@@ -291,6 +294,7 @@ class RunState:
     outer_groups: tuple[OuterGroup, ...] = ()
     # Settings of it that an operator has requested, until the next version is started.
     wanted_outer: dict[str, float] = field(default_factory=dict)
+    is_advised: bool = False  # `operations.advice` has warned
     # Versions of asynchronous mode that were not logged yet.
     untold: UntoldVersions = field(default_factory=UntoldVersions)
 
@@ -364,6 +368,11 @@ class RunState:
             return False
         return len(round_.barrier.expected | round_.participating) < self.floor
 
+    @property
+    def grace_s(self) -> float:
+        """Seconds that a round waits after its quorum: as configured, or of the last quorum."""
+        return self.slack.grace_s if self.config.grace == AUTO else self.config.fixed_grace
+
     def skip(self, worker_id: str, fragment: int) -> None:
         """Stop waiting for a worker in a round of this fragment, since its push was refused."""
         if self.round is not None and self.round.barrier is not None:
@@ -406,5 +415,11 @@ class RunState:
         return ledger.standing(member.worker_id, push.push_id, push.chunks)
 
     def weight_of(self, push: Push) -> float:
-        by = {"equal": 1, "tokens": push.tokens, "samples": push.samples}
+        """Its weight in a mean; `messages.WEIGHTS` has what must be positive for it."""
+        by = {
+            "equal": 1,
+            "tokens": push.tokens,
+            "samples": push.samples,
+            "tokens2-per-step": push.tokens**2 / max(1, push.steps),  # arXiv 2604.21428
+        }
         return push.weight * by[self.config.weight_by]

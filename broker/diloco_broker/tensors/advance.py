@@ -61,13 +61,16 @@ class Advance:
     def of(self, kept: Kept, gradients: Iterable[Gradient | Blend | None], count: int) -> Advanced:
         """Take one step for each gradient; `count` gradients precede the first.
 
-        For a missing gradient the chunk is unchanged, except that a due buffer is applied. The same
+        For a missing gradient the chunk is unchanged, except that a due buffer is applied and a due
+        restart resets the momentum. The same
         holds if the result of a step is not finite: otherwise one enormous value would make parameters
         and momentum infinite permanently.
         """
         made: Tensor | None = None
         overflow = False
         for turn, gradient in enumerate(gradients, start=count):
+            if self.schedule.restarts(turn):
+                kept = replace(kept, state=chunked.without(kept.state, chunked.MOMENTUM))
             stepped = None if gradient is None else self._step(kept, gradient, turn)
             if stepped is None:
                 overflow |= gradient is not None
@@ -112,9 +115,9 @@ class Advance:
                 updated, state = outer.step_by_pieces(master, pieces, state, reply.add)
             else:
                 updated, state = outer.step(master, gradient.whole(), state, count)
-        total = state.get(chunked.DELAYED)
-        # An infinite momentum makes the parameters infinite at once; only the buffer must be checked.
-        if total is not None and not is_finite(total):
+        # An infinite momentum makes the parameters infinite at once; only these must be checked.
+        unseen = [state[name] for name in (chunked.DELAYED, chunked.SQUARES) if name in state]
+        if not all(map(is_finite, unseen)):
             return None
         made = reply.of(updated)
         return None if made is None else (Kept(updated, state, kept.shadow), made)
@@ -133,4 +136,4 @@ class Advance:
         stepped = self._step(kept, nothing, count)
         if stepped is not None:
             return stepped, True
-        return (replace(kept, state=chunked.without_buffer(kept.state)), None), False
+        return (replace(kept, state=chunked.without(kept.state, chunked.DELAYED)), None), False

@@ -22,7 +22,9 @@ from diloco_broker.tensors.piece import Piece, Scratch
 from diloco_broker.tensors.robust import (
     AGGREGATES,
     BY_COORDINATE,
+    Stretches,
     largest_of_the_middle,
+    mean_by_stretch,
 )
 from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
@@ -312,18 +314,23 @@ class StagedReducer:
         if span.segment is Segment.INTEGERS:
             return 0.0
         try:
-            values = self._decode(span, payload, dtype)
+            values = self.decode(span, payload, dtype)
         except ProtocolError:
             return None
         if span.segment is Segment.BUFFERS:
             return 0.0 if is_finite(values) else None
         return exact_squares(values)
 
-    def reduced(self, span: ChunkSpan, parts: Sequence[WholePush]) -> Gradient | Blend | None:
-        """Aggregate the same chunk of a group of pushes; None if the group is empty."""
+    def reduced(
+        self, span: ChunkSpan, parts: Sequence[WholePush], stretches: Stretches = ()
+    ) -> Gradient | Blend | None:
+        """Aggregate the same chunk of a group of pushes; None if the group is empty.
+
+        With `stretches` a chunk of parameters takes their mean instead.
+        """
         if not parts:
             return None
-        chunks = (self._decode(span, each.payloads[span.index], each.wire_dtype) for each in parts)
+        chunks = (self.decode(span, each.payloads[span.index], each.wire_dtype) for each in parts)
         match span.segment:
             case Segment.INTEGERS if self._by_coordinate:
                 return Gradient.of(largest_of_the_middle([chunk.clone() for chunk in chunks]))
@@ -340,10 +347,13 @@ class StagedReducer:
                 for chunk, part in zip(chunks, parts, strict=True):
                     blend.add(chunk, part.weight, part.scale)
                 return blend
+            case Segment.PARAMETERS if stretches:
+                return Gradient.of(mean_by_stretch(chunks, parts, stretches))
             case Segment.PARAMETERS:
                 return Gradient.of(self._aggregate(chunks, parts))
 
-    def _decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
+    def decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
+        """The values of a chunk, fp32 or int64, valid until the next call in this thread."""
         is_decoded = span.segment is Segment.PARAMETERS and in_few_bits(dtype)
         out = self._scratch.rows[0, : span.elements] if is_decoded else None
         values = decode_chunk(span, payload, dtype, out)

@@ -60,7 +60,8 @@ class Blend:
             old: the previous value, fp32; not changed.
             share: from 0 to 1, the weight of all contributions together.
         """
-        assert self._mean is not None, "a mean without contributions"
+        if self._mean is None:
+            return old  # no contribution counts
         part = min(1.0, share * (self._weight / self._whole_weight))
         blend = Blend()
         blend.add(old, 1 - part)

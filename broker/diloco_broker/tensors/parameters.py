@@ -26,7 +26,9 @@ from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.piece import Piece
+from diloco_broker.tensors.radial import Radial
 from diloco_broker.tensors.reply_chunk import Reply
+from diloco_broker.tensors.robust import Stretches
 from diloco_broker.tensors.shadow import SHADOW, Shadows
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.dtypes import whole_dtype
@@ -91,6 +93,7 @@ class Parameters:
         self._means = [StreamingMean(part, wire) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
+        self._radial = Radial(layout, self._staged.decode) if aggregate == "rda" else None
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[chunked.State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
@@ -180,14 +183,29 @@ class Parameters:
         return self._advancing(fragment, index, [mean], count)
 
     def merge(
-        self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
+        self,
+        fragment: int,
+        index: int,
+        groups: Sequence[Sequence[WholePush]],
+        count: int,
+        wholes: Sequence[Sequence[WholePush]] = (),
     ) -> Piece[list[Stepped]]:
         """The outer steps of one chunk, in order; see `effects.AggregateAndStep`.
 
         An empty group counts, but leaves the chunk's value and state unchanged, except for a due buffer.
+        `wholes` are all pushes of the version, by default those of the groups.
         """
         span = self._layouts[fragment].spans[index]
-        reduced = (self._staged.reduced(span, parts) for parts in groups)
+        stretches: list[Stretches] = [()] * len(groups)
+        if self._radial is not None:
+            stretches = [
+                self._radial.stretches(fragment, index, pushes, turn)
+                for turn, pushes in enumerate(wholes or groups, start=count)
+            ]
+        reduced = (
+            self._staged.reduced(span, parts, each)
+            for parts, each in zip(groups, stretches, strict=True)
+        )
         return self._advancing(fragment, index, reduced, count)
 
     def wires(self, fragment: int) -> list[Any]:
@@ -241,7 +259,7 @@ class Parameters:
     def forget_buffer(self, fragment: int) -> None:
         """Drop the gradients of a fragment that the outer optimizer has buffered."""
         for index, state in enumerate(self._states[fragment]):
-            self._states[fragment][index] = chunked.without_buffer(state)
+            self._states[fragment][index] = chunked.without(state, chunked.DELAYED)
 
     def _advancing(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int

@@ -1,9 +1,10 @@
 """Aggregates: functions that turn the same chunk of several complete pushes into one gradient.
 
-All have the same signature, and are listed in `AGGREGATES`. The mean trusts every worker;
-`clip_median_norm` bounds the norm of a push; the other two leave out the extremes of each element, and
-so need no bound: Yin et al. 2018, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
-Rates" (arXiv 1803.01498), definitions 1 and 2.
+All have the same signature, and are listed in `AGGREGATES`. The mean trusts every worker, and so does
+`rda`, a mean with a factor for each tensor (see `radial`); `clip_median_norm` bounds the norm of a
+push; the other two leave out the extremes of each element, and so need no bound: Yin et al. 2018,
+"Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (arXiv 1803.01498),
+definitions 1 and 2.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from diloco_broker.core.effects import WholePush
 
 # Elements of each push that are sorted at a time: those of 16 pushes fit into the cache.
 SORTED_ELEMENTS = 1 << 14
+
+LARGEST = torch.finfo(torch.float32).max
 
 Aggregate = Callable[[Iterable[Tensor], Sequence[WholePush]], Tensor]
 """Aggregates the same chunk of several pushes.
@@ -71,11 +74,32 @@ def coordinate_median(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> T
     return middle_mean(list(map(torch.clone, chunks)), (len(parts) - 1) // 2)
 
 
+Stretches = Sequence[tuple[slice, Sequence[float]]]
+"""Slices of a chunk, each with a factor for each push."""
+
+
+def mean_by_stretch(
+    chunks: Iterable[Tensor], parts: Sequence[WholePush], stretches: Stretches
+) -> Tensor:
+    """sum(w_i f_i x_i) / sum(w_i) with factors f_i; where they are 1 it has the bits of `mean`."""
+    total: Tensor | None = None
+    for number, (chunk, part) in enumerate(zip(chunks, parts, strict=True)):
+        total = torch.zeros_like(chunk) if total is None else total
+        for where, factors in stretches:
+            weight = part.weight * part.scale * factors[number]
+            # torch raises for a number beyond fp32; infinity makes the gradient unusable instead.
+            alpha = weight if weight < LARGEST else math.inf
+            total[where].add_(chunk[where], alpha=alpha)
+    assert total is not None, "a group without parts has no mean"
+    return total.div_(sum(part.weight for part in parts))
+
+
 AGGREGATES: dict[str, Callable[[float], Aggregate]] = {
     "mean": lambda trim: mean,
     "clip-median-norm": lambda trim: clip_median_norm,
     "trimmed-mean": trimmed_mean,
     "coordinate-median": lambda trim: coordinate_median,
+    "rda": lambda trim: mean,  # of the stretches that `Radial` finds
 }
 """By name: functions of `--trim` that return the aggregate."""
 # Aggregates that sort each element; they apply to the model's buffers too.

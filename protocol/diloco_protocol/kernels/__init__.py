@@ -34,12 +34,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diloco_protocol.dtypes import BLOCK, SCALE_BYTES
+from diloco_protocol.dtypes import BLOCK, SCALE_BYTES, SPARSE_BLOCK, sparse_bytes
 
 logger = logging.getLogger("diloco.kernels")
 SWITCH = "DILOCO_KERNELS"
 LIBRARY = Path(__file__).with_name("kernels.so")  # built by hatch_build.py
-# Memory formats of a chunk; the last two are scales and codes.
+# Memory formats of a chunk; the last two are scales and codes. Those above are sparse: how many elements
+# of each block are kept.
 FP32, BF16, FP16, INT8, INT4 = range(5)
 FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 CODE_BYTES = {INT8: BLOCK, INT4: BLOCK // 2}  # bytes of the codes of a block
@@ -49,6 +50,8 @@ OVERFLOW = {FP32: 0x7F800000, BF16: 0x7F7F8000, FP16: 0x477FF000}
 
 def coded_bytes(form: int, elements: int) -> int:
     """The size of a coded chunk, in bytes."""
+    if form not in CODE_BYTES:
+        return -(-elements // SPARSE_BLOCK) * sparse_bytes(form)
     return -(-elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[form])
 
 
@@ -63,6 +66,7 @@ _WIRE = [address, address, c_int, address]
 _SIGNATURES = {
     "add_up": (None, [*_TERMS, address]),
     "squares": (c_double, [c_int, address, c_ssize_t]),
+    "ascends": (c_bool, [c_int, address, c_ssize_t]),
     "encode": (
         c_bool,
         [c_int, c_bool, address, address, c_float, c_ssize_t, address, address, *_FOUND],
@@ -126,6 +130,10 @@ class Kernels:
             source.form, source.data.data_ptr(), source.elements
         )
         return found if math.isfinite(found) else None
+
+    def ascends(self, form: int, data: Tensor, elements: int) -> bool:
+        """Whether the indices in each block of a sparse chunk are in ascending order."""
+        return bool(self._library.diloco_ascends(form, data.data_ptr(), elements))
 
     def encode(
         self,

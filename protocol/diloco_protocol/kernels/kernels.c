@@ -19,9 +19,10 @@
 /* The digest of this file, by which a library that was built from another one is found. */
 const char diloco_source[] = SOURCE_DIGEST;
 
-enum { PIECE = 1024, BLOCK = 256, HALF = BLOCK / 2 };
-/* How a chunk lies in memory. INT8 and INT4: a bf16 scale for each block, then the codes. */
-enum form { FP32, BF16, FP16, INT8, INT4 };
+enum { PIECE = 1024, BLOCK = 256, HALF = BLOCK / 2, SPARSE_BLOCK = 4096, MOST_KEPT = 512 };
+/* How a chunk lies in memory. INT8 and INT4: a bf16 scale for each block, then the codes. SPARSE and
+ * above: a row for each SPARSE_BLOCK (docs/codecs.md); the form is the number of elements it keeps. */
+enum form { FP32, BF16, FP16, INT8, INT4, SPARSE = 16 };
 
 typedef uint16_t __attribute__((aligned(1), may_alias)) u16;
 
@@ -87,6 +88,38 @@ static inline void read_block(enum form form, const uint8_t *data, ptrdiff_t blo
     }
 }
 
+/* A row of a sparse chunk: indices of 12 bits, signs, which magnitude, and two magnitudes in bf16. */
+struct row {
+    int kept;
+    uint8_t *indices, *signs, *larger;
+    u16 *scales;
+};
+
+static inline struct row row_of(enum form form, const uint8_t *data, ptrdiff_t block) {
+    int kept = (int)form;
+    uint8_t *row = (uint8_t *)data + block * (kept * 7 / 4 + 4), *signs = row + kept * 3 / 2;
+    return (struct row){kept, row, signs, signs + kept / 8, (u16 *)(signs + kept / 4)};
+}
+
+static inline int index_in(struct row row, int i) {
+    const uint8_t *pair = row.indices + i / 2 * 3;
+    return i % 2 ? pair[1] >> 4 | pair[2] << 4 : pair[0] | (pair[1] & 15) << 8;
+}
+
+static inline bool bit_of(const uint8_t *bits, int i) { return bits[i / 8] >> i % 8 & 1; }
+
+/* Decode `size` values of a sparse block from its element `start` on. */
+static inline void read_sparse(struct row row, ptrdiff_t start, ptrdiff_t size, float *restrict out) {
+    memset(out, 0, 4 * (size_t)size);
+    for (int i = 0; i < row.kept; i++) {
+        ptrdiff_t at = index_in(row, i) - start;
+        float scale = of_bits((uint32_t)row.scales[bit_of(row.larger, i)] << 16);
+        if (at >= size) break;
+        /* + 0: a decoder has no value -0. */
+        if (at >= 0) out[at] = (bit_of(row.signs, i) ? -scale : scale) + 0.0f;
+    }
+}
+
 /* Decode `size` values from `at` on; `out` has room for PIECE. */
 static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements, ptrdiff_t at,
                         ptrdiff_t size, float *restrict out) {
@@ -98,6 +131,8 @@ static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements,
     } else if (form == FP16) {
         const u16 *values = (const u16 *)data + at;
         for (ptrdiff_t j = 0; j < size; j++) out[j] = of_fp16(values[j]);
+    } else if (form >= SPARSE) {
+        read_sparse(row_of(form, data, at / SPARSE_BLOCK), at % SPARSE_BLOCK, size, out);
     } else {
         ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
         for (ptrdiff_t j = 0; j < size; j += BLOCK)
@@ -134,9 +169,9 @@ static inline uint32_t largest(const float *values, ptrdiff_t size) {
     return top;
 }
 
-/* The sum of BLOCK values: halves are added until one is left. */
-static inline float halved(float *restrict values) {
-    for (int count = HALF; count; count /= 2)
+/* The sum of values, a power of two of them: halves are added until one is left. */
+static inline float halved(float *restrict values, int count) {
+    while (count /= 2)
         for (int j = 0; j < count; j++) values[j] += values[j + count];
     return values[0];
 }
@@ -167,7 +202,18 @@ double diloco_squares(enum form form, const uint8_t *data, ptrdiff_t elements) {
     ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
     const float max_scale = 0x1p120f;
     double found = 0;
-    for (ptrdiff_t block = 0; block < blocks; block++) {
+    for (ptrdiff_t at = 0; form >= SPARSE && at < elements; at += SPARSE_BLOCK) {
+        struct row row = row_of(form, data, at / SPARSE_BLOCK);
+        int counts[2] = {0, 0};
+        for (int i = 0; i < row.kept; i++)
+            if (at + index_in(row, i) < elements) counts[bit_of(row.larger, i)]++;
+        for (int i = 0; i < 2; i++) {
+            float scale = of_bits((uint32_t)row.scales[i] << 16 & MAGNITUDE);
+            if (!(scale < max_scale)) return INFINITY;
+            found += (double)scale * scale * counts[i];
+        }
+    }
+    for (ptrdiff_t block = 0; form < SPARSE && block < blocks; block++) {
         int32_t sum = 0;
         if (form == INT8) {
             const int8_t *codes = (const int8_t *)data + 2 * blocks + block * BLOCK;
@@ -194,12 +240,12 @@ static inline uint32_t scale_of(const float *values, uint32_t top, float most, b
     float magnitude = of_bits(top), squares[BLOCK];
     if (is_rms) {
         for (int j = 0; j < BLOCK; j++) squares[j] = values[j] * values[j];
-        float length = sqrtf(halved(squares)), root = length * 0.0625f;
+        float length = sqrtf(halved(squares, BLOCK)), root = length * 0.0625f;
         if (!(length >= shortest && length <= longest)) {
             float by = magnitude > 0 ? magnitude : 1;
             for (int j = 0; j < BLOCK; j++) squares[j] = values[j] / by;
             for (int j = 0; j < BLOCK; j++) squares[j] *= squares[j];
-            root = sqrtf(halved(squares) * (1.0f / BLOCK)) * magnitude;
+            root = sqrtf(halved(squares, BLOCK) * (1.0f / BLOCK)) * magnitude;
         }
         scale = to_bf16(root);
     } else {
@@ -208,6 +254,113 @@ static inline uint32_t scale_of(const float *values, uint32_t top, float most, b
         if (of_bits(scale << 16) < wanted) scale++;
     }
     return scale < cap ? scale : cap;
+}
+
+/* Whether the indices of each row of a sparse chunk ascend. */
+bool diloco_ascends(enum form form, const uint8_t *data, ptrdiff_t elements) {
+    bool is_fine = true;
+    for (ptrdiff_t at = 0; at < elements; at += SPARSE_BLOCK) {
+        struct row row = row_of(form, data, at / SPARSE_BLOCK);
+        for (int i = 1; i < row.kept; i++) is_fine &= index_in(row, i - 1) < index_in(row, i);
+    }
+    return is_fine;
+}
+
+/* How many magnitudes are at least this one; all as bits. */
+static inline int count_from(const int32_t *magnitudes, int size, int32_t least) {
+    int count = 0;
+    for (int j = 0; j < size; j++) count += magnitudes[j] >= least;
+    return count;
+}
+
+/* The indices of the largest of a sparse block, of equal ones the first, in ascending order. */
+static inline void find_largest(const int32_t *restrict magnitudes, int kept, int32_t top,
+                                int *restrict indices) {
+    int32_t maxima[MOST_KEPT], found[SPARSE_BLOCK], low = top, high = top + 1;
+    int at[SPARSE_BLOCK], size = 0, count = 0;
+    /* Each of `kept` groups has a maximum, so none below the least of these is among the largest. */
+    memcpy(maxima, magnitudes, sizeof *maxima * (size_t)kept);
+    for (int start = kept; start < SPARSE_BLOCK; start += kept)
+        for (int j = 0; j < kept; j++)
+            maxima[j] = maxima[j] > magnitudes[start + j] ? maxima[j] : magnitudes[start + j];
+    for (int j = 0; j < kept; j++) low = low < maxima[j] ? low : maxima[j];
+    for (int j = 0; j < SPARSE_BLOCK; j++) {
+        found[size] = magnitudes[j];
+        at[size] = j;
+        size += magnitudes[j] >= low;
+    }
+    /* At least `kept` are from `low` on, and fewer from `high` on. */
+    while (high - low > 1 && count != kept) {
+        int32_t middle = low + (high - low) / 2;
+        count = count_from(found, size, middle);
+        if (count >= kept)
+            low = middle;
+        else
+            high = middle;
+    }
+    int equal = kept - count_from(found, size, low + 1), next = 0;
+    for (int j = 0; j < size; j++)
+        if (found[j] > low || (found[j] == low && equal-- > 0)) indices[next++] = at[j];
+}
+
+/* Write the row of a sparse block `y`; whether it is finite. */
+static inline bool write_sparse(struct row row, const float *restrict y) {
+    int32_t magnitudes[SPARSE_BLOCK];
+    int indices[MOST_KEPT], counts[2] = {0, 0};
+    float kept[MOST_KEPT], parts[MOST_KEPT];
+    uint32_t top = largest(y, SPARSE_BLOCK);
+    if (top >= INFINITE) return false;
+    for (int j = 0; j < SPARSE_BLOCK; j++) magnitudes[j] = (int32_t)(bits_of(y[j]) & MAGNITUDE);
+    find_largest(magnitudes, row.kept, (int32_t)top, indices);
+    memset(row.indices, 0, (size_t)(row.kept * 7 / 4));
+    for (int i = 0; i < row.kept; i++) {
+        uint8_t *pair = row.indices + i / 2 * 3;
+        pair[i % 2] |= (uint8_t)(i % 2 ? indices[i] << 4 : indices[i]);
+        pair[i % 2 + 1] |= (uint8_t)(i % 2 ? indices[i] >> 4 : indices[i] >> 8);
+        row.signs[i / 8] |= (uint8_t)((y[indices[i]] < 0) << i % 8);
+        kept[i] = fabsf(y[indices[i]]);
+        parts[i] = kept[i] / (float)row.kept;
+    }
+    float mean = halved(parts, row.kept);
+    for (int i = 0; i < row.kept; i++) {
+        bool is_larger = kept[i] >= mean;
+        row.larger[i / 8] |= (uint8_t)(is_larger << i % 8);
+        counts[is_larger]++;
+    }
+    for (int group = 0; group < 2; group++) {
+        uint32_t cap = bits_of(MAX_FLOAT) >> 16, scale;
+        for (int i = 0; i < row.kept; i++)
+            parts[i] = (kept[i] >= mean) == group ? kept[i] / (float)counts[group] : 0;
+        scale = to_bf16(halved(parts, row.kept));
+        row.scales[group] = (uint16_t)(scale < cap ? scale : cap);
+    }
+    return true;
+}
+
+/* `diloco_encode` of a sparse form. */
+static bool encode_sparse(enum form form, const float *values, const float *other, float sign,
+                          ptrdiff_t elements, uint8_t *out, float *followed, uint64_t *sum,
+                          uint32_t *top) {
+    *sum = *top = 0;
+    for (ptrdiff_t at = 0; at < elements; at += SPARSE_BLOCK) {
+        ptrdiff_t size = least(SPARSE_BLOCK, elements - at);
+        struct row row = row_of(form, out, at / SPARSE_BLOCK);
+        float y[SPARSE_BLOCK];
+        if (other)
+            for (ptrdiff_t j = 0; j < size; j++) y[j] = values[at + j] + sign * other[at + j];
+        else
+            memcpy(y, values + at, 4 * (size_t)size);
+        for (ptrdiff_t j = size; j < SPARSE_BLOCK; j++) y[j] = 0;
+        if (!write_sparse(row, y)) return false;
+        if (!followed) continue;
+        read_sparse(row, 0, size, y);
+        for (ptrdiff_t j = 0; j < size; j++) y[j] = other[at + j] + y[j];
+        memcpy(followed + at, y, 4 * (size_t)size);
+        *sum += bit_sum(y, size);
+        uint32_t magnitude = largest(y, size);
+        *top = *top > magnitude ? *top : magnitude;
+    }
+    return true;
 }
 
 /* Scales and codes (docs/codecs.md) of y = values + sign other; without `other`: of `values`.
@@ -220,6 +373,8 @@ static inline uint32_t scale_of(const float *values, uint32_t top, float most, b
 bool diloco_encode(enum form form, bool is_rms, const float *values, const float *other,
                    float sign, ptrdiff_t elements, uint8_t *out, float *followed, uint64_t *sum,
                    uint32_t *top) {
+    if (form >= SPARSE)
+        return encode_sparse(form, values, other, sign, elements, out, followed, sum, top);
     ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
     u16 *scales = (u16 *)out;
     uint8_t *codes = out + 2 * blocks;

@@ -270,6 +270,12 @@ def _of_quorum(phrase: str, name: str) -> Callable[[Snapshot], str]:
     )
 
 
+def _grace(snapshot: Snapshot) -> str:
+    of = snapshot.reducer
+    phrase = "grace auto, now {:g} s" if of.grace_auto else "grace {:g} s"
+    return "" if of.quorum is None else phrase.format(of.grace_s)
+
+
 def _dylu(snapshot: Snapshot) -> str:
     of = snapshot.asynchronous
     if of is None:
@@ -458,6 +464,9 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("outer.momentum", "Outer momentum", "Outer momentum.", row="outer",
         say=_scheduled("momentum", "momentum"), metric="outer_momentum", is_setting=True),
     Field("outer.momentum_warmup", "Momentum warm-up", is_setting=True),
+    Field("outer.momentum_restart", "Rounds between momentum restarts", row="outer", is_setting=True,
+        say=lambda s: f"momentum reset every {s.outer.momentum_restart} rounds"
+        if s.outer.momentum_restart else ""),
     Field("outer.nesterov", "Nesterov", row="outer", is_setting=True,
         say=lambda s: "no Nesterov" if s.outer.nesterov is False else ""),
     Field("outer.c", "Constant c of Delayed Nesterov", row="outer", is_setting=True,
@@ -474,6 +483,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("wire_dtype", "Pseudo-gradients are sent as", is_setting=True, row="outer",
         say=lambda s: f"{s.wire_dtype} up, {s.reply_dtype} down" if s.wire_dtype else ""),
     Field("reply_dtype", "Parameters are sent as", is_setting=True),
+    Field("feedback_decay", "Decay of error feedback", is_setting=True, row="outer",
+        say=lambda s: f"feedback decays by {s.feedback_decay:g}" if s.feedback_decay != 1 else ""),
 
     Field("num_fragments", "Fragments (P)", "Fragments of the model.", row="fragments", say=_split,
         metric="fragments", measure=lambda s: len(s.fragments) or None, is_setting=True),
@@ -508,8 +519,10 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         is_setting=True, say=lambda s: "norm to 5 times the median" * s.reducer.max_delta_norm_auto),
     Field("reducer.quorum", "Quorum", row="reducing", say=_of_quorum("quorum {}", "quorum"),
         is_setting=True),
-    Field("reducer.grace_s", "Grace", row="reducing", say=_of_quorum("grace {:g} s", "grace_s"),
-        is_setting=True),
+    Field("reducer.grace_s", "Grace",
+        "Wait for more contributions once there are enough; with --grace auto that of the last quorum.",
+        row="reducing", say=_grace, metric="grace_seconds", is_setting=True),
+    Field("reducer.grace_auto", "Grace as long as no worker pauses for it", is_setting=True),
     Field("reducer.late", "Late work", row="reducing", say=_of_quorum("late work: {}", "late"),
         is_setting=True),
 
@@ -530,6 +543,13 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         phrase="{} slots", metric="submission_slots", is_setting=True),
     Field("asynchronous.deadline_s", "Slot lost without progress for", format="duration", row="async",
         phrase="deadline {}", is_setting=True),
+
+    Field("asynchronous.cgad_decay", "Decay of stale work", format="setting", row="async",
+        phrase="decay {} a version", is_setting=True),
+    Field("asynchronous.cgad_cutoff", "Staleness that counts nothing", row="async",
+        phrase="cutoff {}", is_setting=True),
+    Field("asynchronous.cgad_epsilon", "Epsilon of Adam", format="setting", row="async",
+        phrase="epsilon {}", is_setting=True),
 
     Field("liveness.heartbeat_timeout_s", "Dead after silence of",
         "Silence after which a worker counts as dead; 0 is never.", row="timeouts",

@@ -96,6 +96,7 @@ class BlockCodec:
     form: int
     is_rms: bool = False  # scales by the root of the mean square, not by the largest magnitude
     is_packed: bool = False
+    block: int = BLOCK
 
     def encode(self, values: Tensor, new: NewBytes = new_bytes) -> Encoded:
         """Encode fp32 values. `new` allocates the payload, or for a packed codec the unpacked codes."""
@@ -181,10 +182,10 @@ class BlockCodec:
 
     def _by_torch(self, values: Tensor, new: NewBytes) -> Tensor:
         """Compute scales and codes with torch; the result is on the host."""
-        blocks, largest = _blocks_of(values), LARGEST[self.form]
+        blocks, largest = blocks_of(values), LARGEST[self.form]
         made, scales, room = _room(blocks, CODE_BYTES[self.form], new)
         if self.is_rms:
-            scales.copy_(_capped(_root_mean_square(blocks).to(torch.bfloat16), largest))
+            scales.copy_(capped(_root_mean_square(blocks).to(torch.bfloat16), largest))
         else:
             scales.copy_(_rounded_up(_largest(blocks), largest))
         codes = _codes(blocks, scales, largest)
@@ -200,15 +201,18 @@ class BlockCodec:
             found = torch.empty(elements) if out is None else out
             fast.add_up([(Source.coded(self.form, data, elements), 1.0)], 1.0, found)
             return found
-        data = data.to(_device_of(out))
-        ends = -(-elements // BLOCK) * SCALE_BYTES
+        room = _rows(-(-elements // self.block), self.block, out)
+        self._values(data.to(room.device), room)
+        return _put(room, elements, out)
+
+    def _values(self, data: Tensor, room: Tensor) -> None:
+        """Decode with torch into `room`, a row for each block."""
+        ends = len(room) * SCALE_BYTES
         scales = data[:ends].view(torch.bfloat16).to(torch.float32)[:, None]
-        values = _rows(scales.numel(), out)
         if self.form == INT8:
-            values.copy_(data[ends:].view(torch.int8).view(-1, BLOCK)).mul_(scales)
+            room.copy_(data[ends:].view(torch.int8).view(-1, BLOCK)).mul_(scales)
         else:
-            _of_nibbles(data[ends:].view(-1, HALF), values).mul_(scales)
-        return _put(values, elements, out)
+            _of_nibbles(data[ends:].view(-1, HALF), room).mul_(scales)
 
 
 INT8_CODEC = BlockCodec(INT8)
@@ -216,12 +220,12 @@ INT4_CODEC = BlockCodec(INT4)
 INT4Z_CODEC = BlockCodec(INT4, is_rms=True, is_packed=True)
 
 
-def _blocks_of(values: Tensor) -> Tensor:
+def blocks_of(values: Tensor, block: int = BLOCK) -> Tensor:
     """View values as rows of one block; the last is padded with zeros."""
-    missing = -values.numel() % BLOCK
+    missing = -values.numel() % block
     if missing:
         values = torch.nn.functional.pad(values, (0, missing))
-    return values.view(-1, BLOCK)
+    return values.view(-1, block)
 
 
 def _room(blocks: Tensor, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,10 +248,10 @@ def _rounded_up(magnitudes: Tensor, largest: int) -> Tensor:
     rounded = values.to(torch.bfloat16)
     # Incrementing the bits of a positive float yields the next larger float.
     above = rounded.view(torch.int16) + (rounded.to(values.dtype) < values)
-    return _capped(above.view(torch.bfloat16), largest)
+    return capped(above.view(torch.bfloat16), largest)
 
 
-def _capped(scales: Tensor, largest: int) -> Tensor:
+def capped(scales: Tensor, largest: int) -> Tensor:
     """Cap scales so that all decoded values are finite in fp32."""
     most = torch.tensor(torch.finfo(torch.float32).max / largest)
     rounded_down = (most.view(torch.int32) >> 16 << 16).view(torch.float32)
@@ -255,7 +259,7 @@ def _capped(scales: Tensor, largest: int) -> Tensor:
 
 
 def _root_mean_square(blocks: Tensor) -> Tensor:
-    lengths = _sums_of_squares(blocks).sqrt_()
+    lengths = halved(blocks.square()).sqrt_()
     # Squares of very large or small values overflow or underflow in fp32: scale those blocks first.
     rare = (lengths < SMALL) | ~(lengths <= LARGE)
     found = lengths.mul_(BLOCK**-0.5)
@@ -263,18 +267,16 @@ def _root_mean_square(blocks: Tensor) -> Tensor:
         rows = blocks[rare]
         largest = _largest(rows)
         by = torch.where(largest > 0, largest, 1.0)
-        means = _sums_of_squares(rows / by[:, None]).mul_(1 / BLOCK)
+        means = halved((rows / by[:, None]).square_()).mul_(1 / BLOCK)
         found[rare] = means.sqrt_().mul_(largest)
     return found
 
 
-def _sums_of_squares(blocks: Tensor) -> Tensor:
-    """The sum of squares of each block, in the order that the module docstring defines."""
-    sums, count = blocks.square(), BLOCK
-    while count > 1:
-        count //= 2
-        sums = sums[:, :count].add_(sums[:, count:])
-    return sums[:, 0]
+def halved(rows: Tensor) -> Tensor:
+    """The sum of each row, in the order that the module docstring defines. Overwrites the rows."""
+    while (count := rows.shape[1] // 2) > 0:
+        rows = rows[:, :count].add_(rows[:, count:])
+    return rows[:, 0]
 
 
 def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
@@ -301,11 +303,11 @@ def _of_nibbles(pairs: Tensor, values: Tensor) -> Tensor:
     return values.sub_(LARGEST[INT4] + 1)
 
 
-def _rows(blocks: int, out: Tensor | None) -> Tensor:
+def _rows(blocks: int, block: int, out: Tensor | None) -> Tensor:
     """Memory for decoded values, a row for each block: `out` if it has only complete blocks."""
-    if out is not None and out.numel() == blocks * BLOCK:
-        return out.view(blocks, BLOCK)
-    return torch.empty(blocks, BLOCK, dtype=torch.float32, device=_device_of(out))
+    if out is not None and out.numel() == blocks * block:
+        return out.view(blocks, block)
+    return torch.empty(blocks, block, dtype=torch.float32, device=_device_of(out))
 
 
 def _put(values: Tensor, elements: int, out: Tensor | None) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import check_wire_dtype, travels_in
-from diloco_protocol.tensors import block_codecs, top_codec
+from diloco_protocol.tensors import block_codecs
+from diloco_protocol.tensors.sparse_codec import SPARSE_CODECS
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -55,11 +56,12 @@ def _coded(encode: Callable[..., block_codecs.Encoded], decode: Callable[..., Te
     return Codec(torch.float32, lambda *given: encode(*given).payload, decode)
 
 
-# Quantized codecs that kernels support, by name.
-BLOCKS = {
+# Quantized codecs by name.
+BLOCKS: dict[str, block_codecs.BlockCodec] = {
     "int8": block_codecs.INT8_CODEC,
     "int4": block_codecs.INT4_CODEC,
     "int4z": block_codecs.INT4Z_CODEC,
+    **SPARSE_CODECS,
 }
 # By name; `dtypes.SIZES` has the bytes of each.
 CODECS = {
@@ -67,13 +69,11 @@ CODECS = {
     "bf16": _plain(torch.bfloat16),
     "fp16": _plain(torch.float16),
     **{name: _coded(codec.encode, codec.decode) for name, codec in BLOCKS.items()},
-    "top64": _coded(top_codec.encode_top64, top_codec.decode_top64),
     "int64": _plain(torch.int64),
 }
 # Encoders of quantized codecs whose result also has the decoded values.
 ENCODERS: dict[str, Callable[..., block_codecs.Encoded]] = {
-    **{name: codec.encode for name, codec in BLOCKS.items()},
-    "top64": top_codec.encode_top64,
+    name: codec.encode for name, codec in BLOCKS.items()
 }
 
 
@@ -178,7 +178,7 @@ def decode_chunk(span: ChunkSpan, payload: Any, wire: str, out: Tensor | None = 
     Quantized values are written to `out`, if given: fp32, 1-D, contiguous, on any device.
 
     Raises:
-        ProtocolError: the codes of a chunk in int4z cannot be unpacked, or the indices of one in top64
+        ProtocolError: the codes of a chunk in int4z cannot be unpacked, or the indices of a sparse one
             are invalid.
     """
     return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements, out)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment, overlaps
 from diloco_protocol.tensors.codecs import segment_dtype
 
 
@@ -44,10 +44,7 @@ def cut_chunk(
     model: Mapping[str, Tensor], part: FragmentLayout, span: ChunkSpan, into: Tensor
 ) -> None:
     """Copy one chunk of a state dict into a 1-D tensor of its length, fp32 or int64."""
-    for place in part.places:
-        start, stop = max(place.start, span.start), min(place.stop, span.stop)
-        if place.segment is span.segment and start < stop:
-            names = (place.entry.name, *place.entry.aliases)
-            tensor = next(model[name] for name in names if name in model)
-            values = tensor.reshape(-1)[start - place.start : stop - place.start]
-            into[start - span.start : stop - span.start].copy_(values)
+    for each in overlaps(part.places, span):
+        entry = part.places[each.place].entry
+        tensor = next(model[name] for name in (entry.name, *entry.aliases) if name in model)
+        into[each.in_chunk].copy_(tensor.reshape(-1)[each.in_tensor])

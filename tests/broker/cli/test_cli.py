@@ -40,6 +40,8 @@ def logging_as_it_was() -> Iterator[None]:
         (["--fresh", "--resume", "old-run"], "old-run"),
         (["--fresh", "--save-dir", "run", "--keys", "run/keys"], "--keys"),
         (["--fresh", "--no-save"], "--fresh"),
+        (["--preset", "lora"], "diloco, finetune, sparseloco, decoupled or diloco-paper"),
+        (["--preset", "decoupled", "--mode", "async"], "Preset decoupled: --quorum 1"),
         (["--model", "/nowhere/model.pt"], "/nowhere/model.pt"),
         (["--model", str(Path(__file__))], "cannot be read"),
         (["--model", str(Path(__file__).parent)], "cannot be read"),
@@ -58,10 +60,27 @@ def test_options_are_checked_and_nothing_is_served(tmp_path: Path) -> None:
         good = ["serve", "--bind", bind, "--save-dir", str(tmp_path / "run"), "--check"]
         result = CliRunner().invoke(app, good)
         assert result.exit_code == 0
+        for grace in ("auto", "2.5"):
+            result = CliRunner().invoke(app, [*good, "--quorum", "1", "--grace", grace])
+            assert result.exit_code == 0, result.output
     assert not (tmp_path / "run").exists()
     wrong = CliRunner().invoke(app, [*good, "--quorum", "5"])
     assert wrong.exit_code == 2
     assert "quorum" in wrong.output
+
+
+@pytest.mark.parametrize("command", [["serve"], ["standby", "--of", "127.0.0.1:1"]])
+def test_preset_is_printed_with_what_overrides_it(command: list[str]) -> None:
+    options = ["--preset", "finetune", "--outer-lr", "0.5", "--check"]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.stdout.splitlines() == [
+        "Preset finetune: --outer sgd, --outer-momentum 0, --fragment-update-alpha 0; overridden: "
+        "--outer-lr 0.5.",
+        "The options are valid.",
+    ]
+    default = ["--preset", "diloco-paper", "--outer-momentum-warmup", "linear:200:0.5", "--check"]
+    said = CliRunner().invoke(app, [*command, *default]).stdout
+    assert "overridden: --outer-momentum-warmup linear:200:0.5." in said, "a given default is given"
 
 
 def test_only_serve_begins_a_run_afresh() -> None:
@@ -86,10 +105,12 @@ def test_options_equal_the_fields_of_the_configuration() -> None:
     options = set(inspect.signature(serve).parameters) - {
         "address_file",
         "check",
+        "context",
         "over_is_success",
         "model",
         "verbose",
         "no_save",
+        "preset",
         "dashboard",
     }
     defaults = {field.name: field.default for field in fields(BrokerConfig)}

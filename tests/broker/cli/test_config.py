@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_broker import BrokerConfig
+from diloco_broker.config.presets import PRESETS
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_protocol import UsageError
 
@@ -32,6 +33,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"late": "drop"}, "--late"),
     ({"late": "forget"}, "--late"),
     ({"grace": float("inf")}, "--grace"),
+    ({"grace": "auto"}, "--grace"),
+    ({"quorum": 1, "grace": "soon"}, "--grace"),
+    ({"mode": "async", "grace": "auto"}, "--grace"),
     ({"sync_every": 3, "num_fragments": 4}, "--sync-every"),
     ({"sync_every": 10, "num_fragments": 3, "fragment_sync_delay": 3}, "--fragment-sync-delay"),
     ({"fragment_sync_delay": "soon"}, "--fragment-sync-delay"),
@@ -72,6 +76,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "async", "aggregate": "clip-median-norm"}, "--aggregate"),
     ({"mode": "async", "weight_by": "tokens"}, "--weight-by"),
     ({"mode": "async", "aggregate": "trimmed-mean"}, "--aggregate"),
+    ({"mode": "async", "aggregate": "rda"}, "--aggregate"),
+    ({"outer": "cgad"}, "--outer"),
+    ({"mode": "async", "outer": "cgad", "staleness_weight": "poly"}, "--staleness-weight"),
+    ({"mode": "async", "outer": "cgad", "cgad_cutoff": 0}, "--cgad-cutoff"),
+    (
+        {"mode": "async", "outer": "cgad", "outer_momentum_warmup": "linear:10"},
+        "--outer-momentum-warmup",
+    ),
+    ({"mode": "async", "cgad_decay": 0.5}, "--cgad-decay"),
+    ({"mode": "async", "outer": "sgd", "cgad_cutoff": 9}, "--cgad-cutoff"),
     ({"aggregate": "max"}, "--aggregate"),
     ({"max_delta_norm": 0.0}, "--max-delta-norm"),
     ({"max_delta_norm": "ten"}, "--max-delta-norm"),
@@ -97,6 +111,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"outer_lr_schedule": "cosine:0"}, "--outer-lr-schedule"),
     ({"outer_momentum_warmup": "cosine:10:1.0"}, "--outer-momentum-warmup"),
     ({"outer": "sgd", "outer_momentum_warmup": "linear:10"}, "--outer-momentum-warmup"),
+    ({"outer_momentum_restart": 1}, "--outer-momentum-restart"),
+    ({"outer": "sgd", "outer_momentum_restart": 8}, "--outer-momentum-restart"),
+    ({"outer": "dn", "dn_buffer": 4, "outer_momentum_restart": 4}, "--outer-momentum-restart"),
+    ({"outer": "dn", "dn_buffer": 4, "outer_momentum_restart": 6}, "--outer-momentum-restart"),
     ({"fragment_plan": len}, "--fragment-plan"),
     ({"save_dir": 5}, "--save-dir"),
     ({"save_dir": ""}, "--save-dir"),
@@ -133,6 +151,8 @@ def test_bad_configuration_is_refused_with_one_sentence(
         {"mode": "async", "workers": 4, "dn_c": 0.25},
         {"mode": "async", "dylu": True, "sync_every": 8, "dylu_min_steps": 8},
         {"mode": "async", "outer": "fedbuff", "dn_buffer": 3, "grace": 1.0},
+        {"mode": "async", "workers": 4, "outer_momentum_restart": 2},
+        {"outer": "dn", "dn_buffer": 4, "outer_momentum_restart": 8},
     ],
     ids=str,
 )
@@ -146,6 +166,16 @@ def test_paths_are_kept_as_text_since_checkpoints_hold_the_options() -> None:
     }
     config = BrokerConfig(**paths)  # type: ignore[arg-type]
     assert {name: getattr(config, name) for name in paths} == {n: str(p) for n, p in paths.items()}
+
+
+def test_preset_equals_its_options_given_one_by_one() -> None:
+    plain = BrokerConfig(outer="sgd", outer_lr=1.0, outer_momentum=0.0, sync_every=50)
+    assert BrokerConfig.from_preset("finetune", sync_every=50) == plain
+    assert BrokerConfig.from_preset("diloco", workers=3) == BrokerConfig(workers=3)
+    paper = BrokerConfig.from_preset("diloco-paper", outer_lr=0.4)
+    assert paper == BrokerConfig(outer="nesterov", outer_momentum_warmup="constant", outer_lr=0.4)
+    for name in PRESETS:
+        BrokerConfig.from_preset(name, workers=4)
 
 
 def test_defaults_follow_the_mode() -> None:

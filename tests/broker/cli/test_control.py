@@ -202,7 +202,7 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
         assert "w1" in said
         code, said = invoke(broker, "status", "--json")
         assert json.loads(said)["counts"]["alive"] == 2
-        code, said = invoke(broker, "set", "--outer-lr", "0.5", "--json")
+        code, said = invoke(broker, "set", "--outer-lr", "0.5", "--grace", "0", "--json")
         assert (code, json.loads(said)["changes"][0]["after"]) == (0, 0.5)
         for command in ("save", "pause", "resume"):
             assert invoke(broker, command)[0] == 0

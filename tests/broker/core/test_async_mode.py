@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -103,6 +104,19 @@ def test_old_submission_counts_less_with_poly_weights() -> None:
     b.pushes(1)
     scales = [m.groups[0][0].scale for m in stage.tensors.merges if not m.index]
     assert scales == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_old_submission_counts_less_with_cgad_and_nothing_beyond_its_cutoff() -> None:
+    stage, b = b_is_late(3, outer="cgad", cgad_decay=0.2)
+    b.pushes(1)
+    a, newest = stage.puppets["a"], stage.version()
+    for number in range(9):
+        a.pushes(20 + number, base=newest)
+    scales = [m.groups[0][0].scale for m in stage.tensors.merges if not m.index]
+    # The cutoff is 4 times the workers: 8 versions.
+    wanted = [math.exp(-0.2 * s) * (1 + math.cos(math.pi * s / 8)) / 2 for s in range(9)]
+    assert scales == pytest.approx([1.0, 1.0, 1.0, wanted[3], *wanted])
+    assert scales[-1] == 0.0
 
 
 def test_too_old_submission_is_refused_before_a_byte_is_sent() -> None:

@@ -31,7 +31,7 @@ IS_SPOILED = 1  # in this round one of the pushes is not finite
 def makes_a_version(stage: Stage, number: int) -> None:
     """Workers push what depends on the number alone, until there is a version."""
     dice, config = Random(number), stage.config
-    has_rounds = config.mode == "sync" or config.grace > 0
+    has_rounds = config.mode == "sync" or config.fixed_grace > 0
     fragment = number % config.num_fragments
     base = stage.version(fragment)
     for place, name in enumerate(WORKERS):
@@ -45,7 +45,7 @@ def makes_a_version(stage: Stage, number: int) -> None:
             stage.puppets[name].delivers([0], is_finite=False)
         else:
             stage.puppets[name].pushes(push_id, squares=squares, **told)
-    stage.passes(config.grace + 0.2)
+    stage.passes(config.fixed_grace + 0.2)
 
 
 def is_written(stage: Stage) -> None:

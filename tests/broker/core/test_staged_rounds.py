@@ -319,11 +319,35 @@ def test_norm_of_the_whole_submission_goes_with_each_of_its_chunks() -> None:
     assert [[p.norm for p in m.groups[0]] for m in stage.tensors.merges] == [[3.0, 6.0]] * 3
 
 
-@pytest.mark.parametrize("by", ["tokens", "samples"])
-def test_contributions_weigh_by_what_they_report(by: str) -> None:
+@pytest.mark.parametrize(
+    ("by", "told", "weights"),
+    [
+        ("tokens", ({"tokens": 300}, {"tokens": 100}), [300.0, 100.0]),
+        ("samples", ({"samples": 300}, {"samples": 100}), [300.0, 100.0]),
+        (
+            "tokens2-per-step",
+            ({"tokens": 300, "steps": 30}, {"tokens": 10**9, "steps": 500}),
+            [3000.0, 2e15],
+        ),
+    ],
+)
+def test_contributions_weigh_by_what_they_report(
+    by: str, told: tuple[dict[str, int], ...], weights: list[float]
+) -> None:
     stage = a_stage(workers=2, deterministic=True, weight_by=by)
     a, b = stage.joined("a", "b")
-    a.pushes(1, **{by: 300})
-    b.pushes(2, **{by: 100})
-    assert [p.weight for p in stage.tensors.merges[0].groups[0]] == [300.0, 100.0]
-    assert stage.reports[-1].weight == 400.0
+    a.pushes(1, **told[0])
+    b.pushes(2, **told[1])
+    assert [p.weight for p in stage.tensors.merges[0].groups[0]] == weights
+    assert stage.reports[-1].weight == sum(weights)
+
+
+@pytest.mark.parametrize("lacks", ["tokens", "steps"])
+def test_push_without_tokens_or_steps_has_no_weight_by_both(lacks: str) -> None:
+    stage = a_stage(workers=1, weight_by="tokens2-per-step")
+    (a,) = stage.joined("a")
+    a.begins(1, **{"tokens": 64, "steps": 4} | {lacks: 0})
+    assert a.error().code == "bad_push"
+    assert f"reports 0 {lacks}" in a.error().text
+    a.pushes(2, tokens=64, steps=4)
+    assert stage.reports[-1].weight == 1024.0

@@ -15,7 +15,7 @@ from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk
 
 SIZE = 700
 WEIGHTS = (1.0, 3.0, 0.5)
-FEW_BITS = ("int8", "int4", "int4z", "top64")
+FEW_BITS = ("int8", "int4", "int4z", "sparse")
 
 
 def a_span(segment: Segment = Segment.PARAMETERS, index: int = 0) -> ChunkSpan:
@@ -71,7 +71,7 @@ def test_mean_is_rounded_once(dtype: str) -> None:
 def test_mean_may_have_terms_of_several_dtypes() -> None:
     """Of workers with a wire dtype of their own, and of relays behind this one."""
     span, parts, sum_ = a_span(), [], torch.zeros(SIZE).double()
-    for seed, dtype in enumerate(("fp32", "int4z", "bf16", "top64")):
+    for seed, dtype in enumerate(("fp32", "int4z", "bf16", "sparse")):
         code = coded(span, values(seed), dtype)
         parts.append(Term(code, dtype, 1.0 + seed))
         sum_ += (1.0 + seed) * read(span, code, dtype).double()
@@ -117,7 +117,7 @@ def test_what_one_mean_leaves_out_is_in_those_after_it(dtype: str) -> None:
     one = float(((given[0] + given[1]) / 2 - alone).norm())
     assert one > 0
     assert worst[-1] < 12 * one  # that of each round by itself would have added up
-    if dtype != "top64":
+    if dtype != "sparse":
         assert max(worst) < 3 * one
 
 
@@ -183,7 +183,7 @@ def test_chunk_with_a_value_that_is_not_finite_has_no_squares(segment: Segment, 
     assert TensorSums().inspect(span, coded(span, given, "fp32"), "fp32")[0] is None
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int4z", "top64"])
+@pytest.mark.parametrize("dtype", ["fp32", "int4z", "sparse"])
 def test_chunk_that_cannot_be_read_has_no_squares(dtype: str) -> None:
     span = a_span()
     assert TensorSums().inspect(span, memoryview(b"xyz"), dtype)[0] is None

@@ -87,15 +87,17 @@ def test_bytes_of_a_round_are_those_of_the_parameters_in_wire_dtype(traffic: Tra
         assert row["bytes_down"] == (ROUNDS + 1) * 4 * PARAMETERS
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "sparse"])
 def test_bytes_of_a_round_in_few_bits_are_scales_and_codes(codec: str) -> None:
-    """Up each block of 256 elements; down the same, but for chunks that are shorter whole."""
-    elements, block = 64, {"int8": 258, "int4": 130}[codec]
-    counted = Traffic(wire_dtype=codec, reply_dtype=codec, chunk=elements)
+    """Up each block (of 256 elements, or 4096); down the same, but for chunks that are shorter whole."""
+    elements, block = 64, {"int8": 258, "int4": 130, "sparse": 116}[codec]
+    reply = "int4" if codec == "sparse" else codec
+    down = {"int8": 258, "int4": 130}[reply]
+    counted = Traffic(wire_dtype=codec, reply_dtype=reply, chunk=elements)
     whole = [4 * elements, 4 * (PARAMETERS - elements)]
     for row in counted.rows.values():
         assert row["bytes_up"] == ROUNDS * len(whole) * block
-        assert row["bytes_down"] == sum(whole) + ROUNDS * sum(min(block, each) for each in whole)
+        assert row["bytes_down"] == sum(whole) + ROUNDS * sum(min(down, each) for each in whole)
 
 
 def test_chunks_under_way_never_exceed_their_window(traffic: Traffic) -> None:

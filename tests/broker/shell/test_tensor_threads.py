@@ -171,7 +171,7 @@ def test_order_of_threads_changes_no_bit(
         assert threads.most > 1, "nothing was lent"
 
 
-@pytest.mark.parametrize("aggregate_", ["mean", "clip-median-norm", "trimmed-mean"])
+@pytest.mark.parametrize("aggregate_", ["mean", "clip-median-norm", "trimmed-mean", "rda"])
 def test_whole_submissions_are_merged_beside_each_other_to_the_same_bits(aggregate_: str) -> None:
     layout = a_layout()
     found = []

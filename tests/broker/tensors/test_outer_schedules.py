@@ -16,6 +16,7 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from kit import reference
 from kit.chunked_model import ChunkedModel
+from kit.outers import CASES as PLAIN
 from kit.outers import ETA, MU, N, in_torch, sgd
 from kit.reference import State
 
@@ -102,6 +103,47 @@ def test_each_step_has_the_rates_that_its_fragment_s_count_says(name: str, fragm
         theta[fragment] = references[fragment]({"": theta[fragment]}, {"": gradient})[""]
         done[fragment] += 1
         torch.testing.assert_close(model.theta(fragment), theta[fragment], rtol=2e-5, atol=2e-5)
+
+
+RESTARTED = ("nesterov", "classical", "dn", "dn-c", "direct", "fedbuff")
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", RESTARTED)
+def test_restart_of_the_momentum_equals_a_new_optimizer(name: str, fragments: int) -> None:
+    """Also after a resumption from a checkpoint: only the count of the fragment's gradients decides."""
+    case, rounds = PLAIN[name], 2
+    size = case.outer.size
+    schedule = OuterSchedule(size=size, restart=rounds)
+    model = ChunkedModel(case.outer, fragments=fragments, schedule=schedule)
+    theta, references = list(model.start), [case.reference() for _ in range(fragments)]
+    for count in range(3 * rounds * size + 1):
+        if count == rounds * size + 1:  # just after the restart
+            kept, counts = [model.memory(f) for f in range(fragments)], model.counts
+            model = ChunkedModel(case.outer, fragments=fragments, schedule=schedule)
+            model.counts = counts
+            for fragment, each in enumerate(kept):
+                model.tensors.put_back(fragment, each)
+        for fragment in range(fragments):
+            if count and count % (rounds * size) == 0:
+                references[fragment] = case.reference()
+            gradient = torch.randn_like(theta[fragment])
+            model.merges(gradient, fragment=fragment)
+            theta[fragment] = references[fragment]({"": theta[fragment]}, {"": gradient})[""]
+            error = 0.0 if case.is_exact else 2e-5
+            torch.testing.assert_close(
+                model.theta(fragment), theta[fragment], rtol=error, atol=error
+            )
+
+
+def test_momentum_restarts_in_a_round_without_a_usable_gradient() -> None:
+    model = ChunkedModel(Nesterov(ETA, MU), schedule=OuterSchedule(restart=2))
+    first, second, last = (torch.randn_like(model.start[0]) for _ in range(3))
+    model.merges(first, second, None)  # the restart is due in the third
+    before = model.theta()
+    model.merges(last)
+    fresh = PLAIN["nesterov"].reference()({"": before}, {"": last})[""]
+    torch.testing.assert_close(model.theta(), fresh, rtol=0.0, atol=0.0)
 
 
 def test_factory_s_groups_keep_the_rate_that_is_their_own() -> None:

@@ -62,6 +62,19 @@ def test_run_has_the_bits_of_separate_processes(processes: Processes, tmp_path: 
     assert not any(torch.equal(ours[name], begun[name]) for name in ours)
 
 
+@pytest.mark.parametrize("inner", ["", "muon"])
+def test_local_outer_steps_have_the_bits_of_a_broker(inner: Any) -> None:
+    trial = TINY.with_changes(workers=1, inner=inner, every=2, wire_dtype="fp32", **options())
+    text = a_text(trial)
+    ours = DiLoCoRun(trial, text).go()
+    local = trial.with_changes(arm="local", broker=options())
+    found = training.train_without_broker(local, text)
+    assert found.pushes == ours.pushes == 4
+    assert [loss for _, _, loss in found.curve] == [loss for _, _, loss in ours.curve]
+    for name, value in ours.parameters.items():
+        assert torch.equal(found.parameters[name], value)
+
+
 def close(trial: Trial, kind: str, **weights: Any) -> None:
     """Equal to the loop without a broker, up to rounding, and something was learnt."""
     text = a_text(trial)

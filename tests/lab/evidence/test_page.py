@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from typer.testing import CliRunner
@@ -11,9 +12,11 @@ from typer.testing import CliRunner
 from diloco_lab.driver.records import Results
 from diloco_lab.evidence import page
 from diloco_lab.evidence.__main__ import app
-from diloco_lab.evidence.conduct import Study, key_of, measure
+from diloco_lab.evidence.claim import Result, sent
+from diloco_lab.evidence.conduct import Conducted, Study, key_of, measure
+from diloco_lab.evidence.page import kills
 from diloco_lab.evidence.parts import PARTS
-from diloco_lab.evidence.trial import Trial
+from diloco_lab.evidence.trial import Trial, parameters
 from kit.evidence_trials import a_result
 from kit.paths import LAB, ROOT
 
@@ -46,9 +49,9 @@ def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Pa
     answer = runs("page", "--out", str(out), "--page", str(page_file))
     assert answer.exit_code == 0, answer.output
     assert page_file.read_text() == EVIDENCE.read_text()
-    drawn = {path.name for path in out.glob("*.png")}
-    assert drawn == {path.name for path in COMMITTED.glob("*.png")}
-    assert drawn == set(re.findall(r"/evidence/([a-z-]+\.png)\)", page_file.read_text()))
+    drawn = {path.name for path in out.glob("*.*g")}
+    assert drawn == {path.name for path in COMMITTED.glob("*.*g")}  # png and svg
+    assert drawn == set(re.findall(r"/evidence/([a-z-]+\.(?:png|svg))\)", page_file.read_text()))
 
 
 @pytest.mark.slow
@@ -81,9 +84,33 @@ def test_part_has_a_picture_where_there_are_curves(points: int, tmp_path: Path) 
         conducted = study.conducted(part)
         assert page.has_curves(conducted) == (points == 9)
         if points == 9:
-            path = page.draw(conducted, tmp_path)
-            assert path == tmp_path / f"{part.name}.png"
-            assert path.read_bytes().startswith(b"\x89PNG")
+            path, is_svg = page.draw(conducted, tmp_path), part.axis == "bytes"
+            assert path == tmp_path / f"{part.name}.{'svg' if is_svg else 'png'}"
+            assert path.read_bytes().startswith(b"<?xml" if is_svg else b"\x89PNG")
+
+
+def test_frontier_shows_the_bytes_of_each_arm_and_where_workers_were_killed(tmp_path: Path) -> None:
+    part, size = PARTS["frontier"], sum(parameters("0.4M"))
+    measured: dict[str, list[Result]] = {}
+    for arm in part.arms:
+        trial, every = arm.trial, arm.trial.every * arm.trial.sync_every
+        steps = range(0, trial.steps + 1, every)
+        curve = [[step, float(step), 5.0 - 3 * (step / trial.steps) ** 0.3] for step in steps]
+        result = {**a_result(trial, 2.0), "curve": curve}
+        measured[arm.name] = [{**result, "bytes_up": 4e7, "bytes_down": 8e7}] * 3
+    text = page.draw(Conducted(part, {}, measured), tmp_path).read_text()
+    assert ET.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme:dark" in text
+    assert all(f"{name}: 2.000" in text for name in measured)
+    first, other = measured["data-parallel"][0], measured["H = 50, int4z"][0]
+    assert sent(first)[-1] == 4 * size * 1000
+    assert (sent(other)[0], sent(other)[-1]) == (
+        5 * size,
+        3e7,
+    )  # a first version, a quarter of one up
+    killed = kills(measured["H = 50, workers killed"][0])
+    assert 2 < len(killed) < 15 and killed[-1] <= 20
+    assert not kills(other)
 
 
 def test_command_goes_on_with_what_is_missing_and_prints_each_finding(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diloco_broker.tensors.outer.chunked import DELAYED, DelayedNesterov
 from diloco_protocol.chunks import ChunkSpan, Segment
+from diloco_protocol.errors import ProtocolError
 from diloco_protocol.kernels import Kernels, Source
 from diloco_protocol.tensors.codecs import (
     BLOCKS,
@@ -30,7 +31,8 @@ from kit.kernel_paths import by_kernels, by_torch, needs_kernels
 pytestmark = needs_kernels
 
 Found = TypeVar("Found")
-FEW_BITS = ["int8", "int4", "int4z"]
+BY_SCALES = ["int8", "int4", "int4z"]
+FEW_BITS = [*BY_SCALES, "sparse", "sparse:512"]
 WIRES = ["fp32", "bf16", "fp16", *FEW_BITS]
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
@@ -40,7 +42,7 @@ anything = st.floats(width=32)
 finite = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(EDGES)
 )
-lengths = st.sampled_from([1, 2, 255, 256, 257, 1023, 1024, 1025, 3001])
+lengths = st.sampled_from([1, 2, 255, 256, 257, 1023, 1024, 1025, 3001, 4097])
 
 
 @st.composite
@@ -118,7 +120,7 @@ def test_what_workers_hold_follows_alike_with_the_same_checksum(
         assert same(out, wanted)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", BY_SCALES)
 @given(data=st.binary(min_size=8, max_size=64), elements=lengths, by=st.integers(0, 7))
 def test_decoders_read_the_same_of_any_bytes(
     wire: str, data: bytes, elements: int, by: int
@@ -136,6 +138,29 @@ def test_decoders_read_the_same_of_any_bytes(
 
     ours, theirs = both(read)
     assert same(ours, theirs)
+
+
+@given(
+    values=vectors(),
+    spoilt=st.lists(st.tuples(st.integers(0, 115), st.integers(0, 255)), max_size=3),
+    by=st.integers(0, 7),
+)
+def test_sparse_chunks_are_refused_alike_or_read_alike(
+    values: Tensor, spoilt: list[tuple[int, int]], by: int
+) -> None:
+    payload = bytearray(ENCODERS["sparse"](values).payload)
+    for at, byte in spoilt:
+        payload[at] = byte
+
+    def read() -> Tensor | None:
+        try:
+            return decode_chunk(span_of(values.numel()), shifted(bytes(payload), by), "sparse")
+        except ProtocolError:
+            return None
+
+    ours, theirs = both(read)
+    assert (ours is None) == (theirs is None)
+    assert ours is None or theirs is None or same(ours, theirs)
 
 
 @pytest.mark.parametrize("wire", FEW_BITS)
@@ -200,7 +225,8 @@ def test_squares_are_those_of_fp64_or_say_that_a_value_may_not_be_finite(
 ) -> None:
     source, read = chunk_in(wire, values)
     if scale is not None:
-        source.data[:2] = torch.frombuffer(bytearray(scale), dtype=torch.uint8)
+        at = 0 if wire in BY_SCALES else source.data.numel() - 4
+        source.data[at : at + 2] = torch.frombuffer(bytearray(scale), dtype=torch.uint8)
     with by_kernels() as kernels:
         found = kernels.squares(source)
     if scale is not None or not is_finite(read):

@@ -133,7 +133,7 @@ def test_h_grows_where_nothing_else_is_enough() -> None:
         ({"workers": 5000}, "--workers must be between 1 and 1,000, got 5,000"),
         ({"fragments": 4, "delay_steps": 10, "sync_every": 40}, r"H = P \(tau \+ 1\) = 44 steps"),
         ({"wire_dtype": "int3"}, "Unknown wire dtype 'int3'"),
-        ({"reply_dtype": "top64"}, "Unknown wire dtype 'top64'"),
+        ({"reply_dtype": "sparse"}, "Unknown wire dtype 'sparse'"),
         ({"mode": "streaming"}, "choose sync or async"),
         ({"links": (0.0,)}, "--link is 0 bits a second"),
         ({"delays": (100.0,)}, "--delay is 100 s"),

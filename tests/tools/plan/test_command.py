@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.errors import UsageError
+from diloco_protocol.outer_advice import recommended
 from diloco_protocol.quantities import parse_parameters
 from diloco_tools.plan import quantities
 from diloco_tools.plan.cli import app
@@ -98,6 +99,34 @@ def test_json_has_seconds_bytes_and_shares() -> None:
     day = 86400 / found["cycle_s"]
     assert found["broker_bytes_in_a_day"] == pytest.approx(day * found["broker_bytes_in"])
     assert found["target"] is None and found["failures"] is None
+    assert (found["outer_lr"], found["warnings"]) == (0.6, [])
+
+
+@pytest.mark.parametrize(
+    ("workers", "steps", "said"),
+    [
+        (1, 30, "about 0.4 (0.4 for 1 worker at H = 30, arXiv 2503.09799)"),
+        (3, 30, "about 0.6 (0.6 for 2 workers"),
+        (4, 24, "at most 0.6"),
+        (
+            8,
+            500,
+            "at least 0.8 (0.8 for 8 workers at H = 30, arXiv 2503.09799; above 1 can be right)",
+        ),
+        (64, 30, "at least 0.8"),
+    ],
+)
+def test_outer_learning_rate_is_recommended_by_workers_and_h(
+    workers: int, steps: int, said: str
+) -> None:
+    assert recommended(workers, steps).startswith(said)
+
+
+def test_small_h_is_warned_of() -> None:
+    found = run(*SMALL, "-H", "10")
+    assert "outer learning rate" in found.stdout and "H = 24 or more" in found.stdout
+    found = run(*SMALL, "-H", "10", "--mode", "async")
+    assert "outer learning rate" not in found.stdout and "H = 24" not in found.stdout
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.errors import UsageError
 from diloco_tools.plan.answer import Answer, answer
 from diloco_tools.plan.question import USABLE, Question
@@ -36,7 +37,7 @@ def codecs_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker's own, which have no factor: tests of CPU set what they need."""
     for table in ("ENCODE", "DECODE"):
         for module in ("broker", "worker"):
-            free = dict.fromkeys(("fp32", "bf16", "fp16", "int8", "int4", "int4z", "top64"), 0.0)
+            free = dict.fromkeys(WIRE_DTYPES, 0.0)
             monkeypatch.setattr(f"diloco_tools.plan.simulated.{module}.{table}", free)
 
 

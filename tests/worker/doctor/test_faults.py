@@ -86,6 +86,23 @@ def listener(says: bytes) -> Iterator[str]:
             thread.join(10)
 
 
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({"sync_every": 10}, ["H = 10 is small", "learning rate is 0.7; recommended: at most 0.4"]),
+        ({"outer_lr": 0.3, "workers": 4}, ["is 0.3; recommended: at least 0.6"]),
+        ({"sync_every": 10, "outer": "sgd", "outer_lr": 1.0}, []),
+    ],
+)
+def test_settings_of_the_outer_optimizer_that_rarely_train_well_are_noted(
+    options: dict[str, Any], notes: list[str]
+) -> None:
+    with Broker(BrokerConfig(**LOCAL, **options)) as running:
+        told = doctor(running.address)
+    assert told["exit_code"] == 0 and len(told["notes"]) == len(notes)
+    assert all(said in note for said, note in zip(notes, told["notes"], strict=True))
+
+
 def test_healthy_connection_has_no_faults(broker: Broker) -> None:
     told = doctor(broker.address, "--parameters", "124M", "--step-time", "0.5")
     assert (told["exit_code"], told["wrong"], told["notes"]) == (0, [], [])

@@ -53,7 +53,7 @@ def read(delta: InFewBits, index: int) -> Tensor:
     return decode_chunk(span, delta.chunk(index), delta.dtype)
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
+@pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "sparse"])
 @pytest.mark.parametrize("seed", range(4))
 def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None:
     """For pushes that count, completely or in part, or are dropped, with merges repeated."""
@@ -98,6 +98,30 @@ def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None
             left = feedback.chunks.get(span.index, torch.zeros(span.elements))
             assert torch.equal(meant[span.index], counted[span.index] + left)
     assert any(bool(left.any()) for left in feedback.chunks.values())
+
+
+@pytest.mark.parametrize("wire", ["int4", "sparse:32"])
+def test_residual_decays_once_when_its_push_counts_at_once_or_belatedly(wire: str) -> None:
+    """A push that did not count leaves the residual as it is. All values are exact."""
+    part, found = layout(), []
+    for is_late in (False, True):
+        feedback, dice = Feedback(part, room, 0.5), torch.Generator().manual_seed(0)
+        for push in range(2):
+            delta = feedback.joined(dyadic(part, dice, wire))
+            before = {index: each.clone() for index, each in feedback.chunks.items()}
+            if is_late and push:
+                feedback.drop(push, delta, EVERY)
+                assert feedback.chunks.keys() == before.keys()
+                assert all(torch.equal(feedback.chunks[at], before[at]) for at in before)
+                feedback.settle(object(), None, {push: EVERY})
+            else:
+                feedback.settle(object(), (delta, EVERY), {})
+        for span in feedback.spans:
+            values = delta.vectors[span.segment][span.start : span.stop]
+            a = before[span.index] + values
+            assert torch.equal(feedback.chunks[span.index], 0.5 * (a - read(delta, span.index)))
+        found.append(feedback.chunks)
+    assert all(torch.equal(found[0][index], found[1][index]) for index in EVERY)
 
 
 @contextmanager

@@ -83,8 +83,9 @@ def test_worker_without_heartbeats_sends_none_at_a_boundary() -> None:
     assert not training.all(BeatNow)
 
 
-def test_work_since_the_last_freeze_goes_with_the_push() -> None:
-    training = trainer(weight_by="tokens").steps(H)
+@pytest.mark.parametrize("weight_by", ["tokens", "tokens2-per-step"])
+def test_work_since_the_last_freeze_goes_with_the_push(weight_by: str) -> None:
+    training = trainer(weight_by=weight_by).steps(H)
     training.receives(1, counted=training.pushes[0])
     training.totals = Work(tokens=640, samples=40, loss=0.5)
     training.steps(H)

@@ -9,6 +9,7 @@ synchronisation (and in the learning rate, which is tuned for each of the two).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,11 +147,14 @@ def build_schedule(optimizer: Optimizer, recipe: Recipe) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: learning_rate_factor(recipe, step))
 
 
-def inner_step(model: GPT, optimizer: Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
-    """One step on one batch; its loss."""
+def inner_step(
+    model: GPT, optimizers: Sequence[Optimizer], tokens: Tensor, targets: Tensor
+) -> Tensor:
+    """One step of all optimizers on one batch; its loss."""
     loss = model.loss(tokens, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-    optimizer.step()
-    optimizer.zero_grad()
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
     return loss

@@ -64,7 +64,7 @@ def train(arguments: argparse.Namespace) -> None:
     ):
         started = time.perf_counter()
         for step, (tokens, targets) in zip(range(1, recipe.steps + 1), batches, strict=False):
-            loss = gpt.inner_step(model, optimizer, tokens, targets)
+            loss = gpt.inner_step(model, [optimizer], tokens, targets)
             schedule.step()
             diloco.report(loss=loss, tokens=tokens.numel())
             last = step == recipe.steps or diloco.should_stop

@@ -18,7 +18,7 @@ from diloco_tools.plan import quantities
 from diloco_tools.plan.answer import answer
 from diloco_tools.plan.picture import curves, draw
 from diloco_tools.plan.question import MOST_USED, RUN, Question
-from diloco_tools.plan.report import as_plain, as_text, found_as_text, search_hint
+from diloco_tools.plan.report import as_plain, as_text, found_as_text, search_hint, warnings
 from diloco_tools.plan.search import search
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.validation import as_plain as rows_as_plain
@@ -157,6 +157,9 @@ def _answer(question: Question, target: float | None, plot: Path | None, *, as_j
         typer.echo(json.dumps(as_plain(found, searched)))
     else:
         shown.print(as_text(found))
+        for warning in warnings(found):
+            shown.print()
+            shown.print(Text(warning, "yellow"))
         if searched is not None:
             shown.print()
             shown.print(found_as_text(searched))

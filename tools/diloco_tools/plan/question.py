@@ -84,7 +84,10 @@ class Question:
     )
     delay_steps: int | None = 0
     wire_dtype: str = option(
-        "bf16", "Codec of pushes: bf16, fp32, int8, int4, int4z.", value="CODEC", panel=MOST_USED
+        "bf16",
+        "Codec of pushes: bf16, fp32, int8, int4, int4z, sparse.",
+        value="CODEC",
+        panel=MOST_USED,
     )
     reply_dtype: str = option("fp32", "Codec of replies.", value="CODEC", panel=RUN)
     mode: str = option("sync", "Synchronous or asynchronous.", value="sync|async", panel=RUN)

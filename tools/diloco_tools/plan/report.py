@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from diloco_protocol.outer_advice import outer_rate, recommended, small_h
 from diloco_protocol.quantities import estimate_s, parameters
 from diloco_tools.plan.answer import Answer
 from diloco_tools.plan.quantities import of_bits, of_bytes, of_share
@@ -27,6 +28,13 @@ def as_text(found: Answer) -> Group:
     for name, value in _rows(found).items():
         table.add_row(Text(name, "dim"), Text(value))
     return Group(Text("\n".join(_asked(found.question)), "bold"), Text(""), table)
+
+
+def warnings(found: Answer) -> list[str]:
+    """Warnings about the settings as given."""
+    q = found.question
+    small = small_h(q.sync_every) if q.mode == "sync" else None
+    return [] if small is None else [small]
 
 
 def search_hint(found: Answer) -> str | None:
@@ -127,6 +135,8 @@ def _rows(found: Answer) -> dict[str, str]:
             f"training has {of_share(failures.utilisation)}, with one per worker every "
             f"{estimate_s(failures.every_s)}"
         )
+    if q.mode == "sync":
+        rows["outer learning rate"] = recommended(q.workers, q.sync_every)
     rows["simulated"] = _pieces(found)
     return rows
 
@@ -187,6 +197,8 @@ def as_plain(found: Answer, searched: Found | None = None) -> dict[str, Any]:
     failures = found.failures
     plain = _plain(found) | {
         "failures": None if failures is None else asdict(failures),
+        "outer_lr": outer_rate(found.question.workers) if found.question.mode == "sync" else None,
+        "warnings": warnings(found),
         "target": None,
     }
     if searched is not None:

@@ -30,6 +30,7 @@ from diloco_protocol.errors import (
     UsageError,
 )
 from diloco_protocol.messages import Control, Error, Result
+from diloco_protocol.outer_advice import rate_far_off, small_h
 from diloco_protocol.roles import Role
 from diloco_worker.doctor import line
 
@@ -232,6 +233,7 @@ def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:
         if status.unix_s is not None and (quickest is None or took / 2 < quickest.error):
             quickest = Clocks(status.unix_s - (asked_at + took / 2), took / 2)
     findings.status, findings.clocks = status, quickest
+    findings.notes += _advice(status)
     if quickest is not None and abs(quickest.ahead) - quickest.error > CLOCKS_MAY_DIFFER_S:
         way = "ahead of" if quickest.ahead > 0 else "behind"
         findings.wrong.append(
@@ -241,6 +243,15 @@ def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:
                 "works, but log times will not match: synchronise both with NTP.",
             )
         )
+
+
+def _advice(status: feed.Snapshot) -> list[str]:
+    """Remarks about the settings of Nesterov's outer optimizer."""
+    outer, steps = status.outer, status.sync_every or 0
+    if outer.optimizer != "nesterov" or not (outer.lr and outer.momentum and steps):
+        return []
+    workers = max(status.counts.alive, status.counts.due)
+    return [said for said in (small_h(steps), rate_far_off(outer.lr, workers, steps)) if said]
 
 
 def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> feed.Snapshot:

@@ -70,7 +70,7 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     Raises:
         UsageError: they differ; raised in all processes.
     """
-    names = ("server", "dylu", "keep_global_on", "timeout", "max_sync_retries")
+    names = ("server", "dylu", "keep_global_on", "timeout", "max_sync_retries", "local")
     asked = {**{name: getattr(settings, name) for name in names}, **settings.wants}
     if callable(asked["server"]):
         asked["server"] = "a function"  # only the leader calls it

@@ -1,9 +1,10 @@
 """Error feedback: the rounding error of a quantized push is added to the next one.
 
-With e, the *residual* of the fragment, a = e + delta, and C(a) is sent; once it has counted, e is a -
-D(C(a)) (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847). So nothing learnt is lost but
-for the rounding of fp32. A push that does not count leaves e unchanged; of one that counts in part each
-chunk is settled by itself, once a version says which.
+With e, the *residual* of the fragment, a = e + delta, and C(a) is sent; once it has counted, e is
+decay (a - D(C(a))) (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847; with a decay below 1
+Sarfi et al. 2025, arXiv 2508.15706). So with decay 1 nothing learnt is lost but for the rounding of
+fp32. A push that does not count leaves e unchanged; of one that counts in part each chunk is settled by
+itself, once a version says which.
 
 The residual is an fp32 copy of the parameters, kept chunk by chunk; a chunk is replaced, never written
 to, so the I/O thread may read it. It is on the device of the delta: on an accelerator the codes are
@@ -93,7 +94,7 @@ class InFewBits(FlatState):
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
-        """The residual of a chunk once it has counted."""
+        """What the codes of a chunk omit of delta and residual."""
         code, delta, residual = (
             self.chunk(span.index),
             self._delta(span),
@@ -123,6 +124,7 @@ class Feedback:
 
     layout: FragmentLayout
     room: Room
+    decay: float = 1.0  # of what a push leaves out, once it has counted
     is_used: bool = False  # something was quantized
     # By dropped push, what the residual gains by each of its chunks that counts nevertheless.
     dropped: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -177,7 +179,7 @@ class Feedback:
             sent = in_flight if at in own else None
             if sent is None and not gains:
                 continue
-            made = before if sent is None else sent.left_out(span, self.room)
+            made = before if sent is None else self._left_out(sent, span)
             for gain in gains:
                 made = gain if made is None else made + gain.to(made.device)
             assert made is not None
@@ -196,8 +198,12 @@ class Feedback:
                 if span.index in may_count
             }
 
+    def _left_out(self, delta: InFewBits, span: ChunkSpan) -> Tensor:
+        made = delta.left_out(span, self.room)
+        return made if self.decay == 1 else made.mul_(self.decay)
+
     def _gain(self, delta: InFewBits, span: ChunkSpan) -> Tensor:
-        after = delta.left_out(span, self.room)
+        after = self._left_out(delta, span)
         before = delta.residual.get(span.index)
         return after if before is None else after.sub_(before.to(after.device))
 

@@ -96,6 +96,7 @@ def why_unsound(config: RunConfig, manifest: Manifest) -> str | None:
         "wire_dtype": config.wire_dtype in WIRE_DTYPES,
         "reply_dtype": config.reply_dtype in REPLY_DTYPES,
         "weight_by": config.weight_by in WEIGHTS,
+        "feedback_decay": 0 <= config.feedback_decay <= 1,
         "fragment_update_alpha": 0 <= config.fragment_update_alpha <= 1,
         "chunk_elements": 0 < config.chunk_elements <= CHUNK_ELEMENTS
         and sum(entry.elements for entry in manifest.entries)

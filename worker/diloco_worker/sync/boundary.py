@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_protocol import Code, RunConfig
-from diloco_protocol.messages import BUFFERS, Push
+from diloco_protocol.messages import BUFFERS, WEIGHTS, Push
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import RequestVersion, StepsLost, VerifyPushes
 from diloco_worker.session.news import Arrival, Work
@@ -292,9 +292,10 @@ def _beat(state: SyncState) -> None:
 
 def _warn_of_weights(state: SyncState, work: Work, config: RunConfig) -> None:
     counts = {"tokens": work.tokens, "samples": work.samples}
-    name = config.weight_by
-    if counts.get(name, 1) <= 0 and not state.has_warned_of_weights:
+    missing = [name for name in WEIGHTS.get(config.weight_by, ()) if counts.get(name, 1) <= 0]
+    if missing and not state.has_warned_of_weights:
         state.has_warned_of_weights = True
+        name = missing[0]
         state.ports.trouble(
             f"This run weighs each contribution by its {name}, and none were reported; call "
             f"report({name}=...) after each step, or the broker will reject this worker's pushes."

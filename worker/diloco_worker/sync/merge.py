@@ -66,7 +66,7 @@ class FragmentValues:
     _last_merge: Merge | None = None  # the last one
 
     def __post_init__(self, saved: SavedFeedback | None) -> None:
-        self.feedback = Feedback(self.part, self.tensors.room)
+        self.feedback = Feedback(self.part, self.tensors.room, self.config.feedback_decay)
         if saved is not None:
             self.feedback.restore(saved.residual, saved.dropped)
         if self.delta is not None and isinstance(self.delta.wire, InFewBits):

@@ -14,7 +14,7 @@ from diloco_protocol.messages import Join
 
 MASTER_BYTES = 4  # per parameter at the broker, and per value of optimizer state or sums: fp32
 # Values of state per parameter, by outer optimizer; a torch optimizer counts two, as Adam has.
-REMEMBERED = {"sgd": 0, "nesterov": 1, "dn": 2, "fedbuff": 2}
+REMEMBERED = {"sgd": 0, "nesterov": 1, "dn": 2, "fedbuff": 2, "cgad": 2}
 
 
 def bytes_per_parameter(config: BrokerConfig, *, has_own_optimizer: bool = False) -> float:

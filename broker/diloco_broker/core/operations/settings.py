@@ -13,8 +13,10 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.broker_config import SETTINGS
+from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
 from diloco_broker.core.operations import ending
+from diloco_broker.core.rounds.grace import NO_OVERLAP
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.state import RunState
 from diloco_protocol.errors import UsageError
@@ -139,6 +141,8 @@ def remark(state: RunState, planned: Sequence[Change]) -> str:
             less = " where that is smaller" if mode_of(state.config).has_rounds else ""
             kept_by = f"{', '.join(own[:8])}{' ...' * (len(own) > 8)}"
             said += f" These workers keep their own H{less}: {kept_by}."
+    if any(each.after == AUTO for each in planned) and not state.config.overlap_steps():
+        said += f" {NO_OVERLAP}"
     return said + (_about_workers(state) if "workers" in names else "")
 
 

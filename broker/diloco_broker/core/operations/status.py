@@ -45,6 +45,7 @@ _SETTINGS = (
     "liveness",
     "asynchronous",
     "wire_dtype",
+    "feedback_decay",
     "reply_dtype",
     "workers_wanted",
     "min_workers",
@@ -139,7 +140,8 @@ def _snapshot(
             max_delta_norm=None if is_auto else config.max_delta_norm,
             max_delta_norm_auto=is_auto,
             trim=config.trim if config.aggregate == "trimmed-mean" else None,
-            grace_s=config.grace,
+            grace_s=round(state.grace_s, 3),
+            grace_auto=config.grace == AUTO,
             submissions=sum(1 for _ in state.submissions),
             waiting=len(state.submissions.queue),
         ),
@@ -248,28 +250,29 @@ def _model(state: RunState) -> feed.Model | None:
 
 def _outer(state: RunState) -> feed.Outer:
     """The outer optimizer; settings of a torch optimizer come from its groups."""
-    config, name, has_momentum = state.config, state.config.outer_name, False
+    config, name, is_nesterov = state.config, state.config.outer_name, False
     if state.has_own_optimizer:
         lr, momentum = _common(state, "lr"), _common(state, "momentum")
     else:
-        has_momentum = name != "sgd"
-        lr, momentum = config.outer_lr, config.outer_momentum if has_momentum else None
+        is_nesterov = name not in ("sgd", "cgad")
+        lr, momentum = config.outer_lr, config.outer_momentum if name != "sgd" else None
     return feed.Outer(
         optimizer=f"{config.outer or ''} torch".strip() if state.has_own_optimizer else name,
         lr=lr,
         momentum=momentum,
         groups=state.outer_groups,
-        nesterov=config.nesterov if has_momentum else None,
+        nesterov=config.nesterov if is_nesterov else None,
         variant=config.dn_variant if name == "dn" else None,
         buffer=config.dn_size if _has_buffer(state) else None,
         c=config.dn_c if name == "dn" else None,
         lr_schedule=config.outer_lr_schedule,
-        momentum_warmup=config.outer_momentum_warmup if has_momentum else None,
+        momentum_warmup=config.outer_momentum_warmup if is_nesterov else None,
+        momentum_restart=config.outer_momentum_restart or None,
     )
 
 
 def _asynchronous(state: RunState) -> feed.Asynchronous | None:
-    config = state.config
+    config, is_cgad = state.config, state.config.outer_name == "cgad"
     if mode_of(config).has_rounds:
         return None
     return _filled(
@@ -278,6 +281,9 @@ def _asynchronous(state: RunState) -> feed.Asynchronous | None:
         dylu_min_steps=config.least_steps if config.dylu else None,
         slots=config.staging_slots,
         deadline_s=config.staging_deadline,
+        cgad_decay=config.cgad_decay if is_cgad else None,
+        cgad_cutoff=config.cgad_cutoff_versions if is_cgad else None,
+        cgad_epsilon=config.cgad_epsilon if is_cgad else None,
     )
 
 

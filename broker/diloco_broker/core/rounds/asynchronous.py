@@ -9,8 +9,10 @@ the same parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, warning
@@ -59,7 +61,7 @@ tell = lines.applied
 
 def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
     """A submission in each slot; with a grace period complete ones wait outside the slots."""
-    if config.grace:
+    if config.fixed_grace:
         return staged.room_needed(config, sizes)
     return config.staging_slots, "slot", max(sizes)
 
@@ -134,7 +136,7 @@ def _hand_out_slots(state: RunState) -> Effects:
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Whether a slot is free, and no complete push of this worker and fragment waits to be applied."""
     # With a grace period complete submissions wait for each other, so they must not occupy slots.
-    has_grace = state.config.grace > 0
+    has_grace = state.config.fixed_grace > 0
     taken = sum(not (has_grace and s.is_whole) for s in state.submissions)
     free = taken < state.config.staging_slots
     return free and not collect.has_whole(state, member, push)
@@ -209,15 +211,26 @@ def close(state: RunState) -> Effects:
     update, whole = _update(state), state.submissions.whole()
     fragment = whole[0].push.fragment
     together = [s for s in whole if s.push.fragment == fragment]
-    chosen = tuple(together if state.config.grace > 0 else together[:1])
+    chosen = tuple(together if state.config.fixed_grace > 0 else together[:1])
     kept = yield from norms.refuse_too_large(state, chosen)
     if len(kept) < len(chosen):
         yield from _hand_out_slots(state)
         return
     update.apply(chosen, state.versions[fragment].layout.chunks)
-    power = -0.5 if state.config.staleness_weight == "poly" else 0.0
     groups = [[each] for each in chosen]
-    yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** power)
+    yield from collect.merge(state, fragment, groups, partial(staleness_factor, state.config))
+
+
+def staleness_factor(config: BrokerConfig, staleness: int) -> float:
+    """The factor of the values of a push that is this many versions old; 1 for 0 versions.
+
+    With `--outer cgad` the factor is gamma(s) exp(-a s), and gamma falls from 1 to 0 along a cosine
+    (arXiv 2605.09126). A push beyond its cutoff is counted, and takes an outer step with zeros.
+    """
+    if config.outer_name == "cgad":
+        at = min(1.0, staleness / config.cgad_cutoff_versions)
+        return (1 + math.cos(math.pi * at)) / 2 * math.exp(-config.cgad_decay * staleness)
+    return float((1 + staleness) ** -0.5) if config.staleness_weight == "poly" else 1.0
 
 
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:

@@ -20,7 +20,8 @@ def begin(
 ) -> Effects:
     """Enter a new push into the pool of its fragment. Arguments are as in `grants.grant`."""
     before, weight = state.standing(member, push), state.weight_of(push)
-    submission = Submission(member.worker_id, push, before, weight, progress_at=state.run_time)
+    now = state.run_time
+    submission = Submission(member.worker_id, push, before, weight, begun_at=now, progress_at=now)
     state.submissions.pool(push.fragment)[submission.key] = submission
     member.begins(push, number)
     state.totals.pushes += 1

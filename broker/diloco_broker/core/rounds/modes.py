@@ -106,7 +106,7 @@ MODES: dict[str, Mode] = {
         asked_for_by=lambda config: "--mode async" if config.is_async else "",
         room_needed=asynchronous.room_needed,
         has_rounds=False,
-        takes_any_number=lambda config: config.grace > 0,
+        takes_any_number=lambda config: config.fixed_grace > 0,
     ),
     "staged": Mode(staged, asked_for_by=staged.asked_for_by, room_needed=staged.room_needed),
     "streaming": Mode(streaming),
@@ -150,7 +150,7 @@ def _decision(state: RunState, held: Reason | None, not_open: Reason | None) -> 
         until = state.recovery.waits_until if waits else None
         return decide(None, Limits(held or not_open, held_until=until), state.run_time)
     has_barrier = state.round is not None and state.round.barrier is not None
-    limits = Limits(held, state.floor if has_barrier else 1, state.config.grace)
+    limits = Limits(held, state.floor if has_barrier else 1, state.grace_s)
     return decide(rules_of(state).tally(state), limits, state.run_time)
 
 

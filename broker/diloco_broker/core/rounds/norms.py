@@ -96,7 +96,7 @@ def counted(state: RunState, pushes: Sequence[effects.CountedPush]) -> Effects:
 
 
 def _what_became_of_it(state: RunState) -> str:
-    if state.config.aggregate == "mean":
+    if state.config.aggregate in ("mean", "rda"):  # rda bounds the direction, not the length
         return "it counts in full (--max-delta-norm and --aggregate can bound it)"
     return f"--aggregate {state.config.aggregate} bounds what it does"
 

@@ -26,6 +26,7 @@ from diloco_protocol.errors import Code, ProtocolError
 # A weight is a number of tokens or samples. A larger one is a mistake; with a smaller one fp32 would
 # underflow.
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
+MAX_SQUARE = 1e18  # of tokens^2 / steps; relays rely on the limit (`LARGEST`)
 
 
 def push(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
@@ -164,15 +165,17 @@ def _check_weight(state: RunState, push: messages.Push) -> None:
     by = state.config.weight_by
     if push.purpose is messages.Purpose.DONATION:
         return
-    if by != "equal" and getattr(push, by) < 1:
-        raise ProtocolError(
-            Code.BAD_PUSH,
-            f"Contributions weigh by their {by} in this run, and this push reports "
-            f"{getattr(push, by)}; call report({by}=...) with each step.",
-        )
-    weight = state.weight_of(push)
-    if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
-        text = f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}."
+    needed = messages.WEIGHTS[by]
+    for name in needed:
+        if getattr(push, name) < 1:
+            raise ProtocolError(
+                Code.BAD_PUSH,
+                f"Contributions weigh by their {by} in this run, and this push reports "
+                f"{getattr(push, name)} {name}; call report({needed[0]}=...) with each step.",
+            )
+    weight, most = state.weight_of(push), MAX_WEIGHT if len(needed) < 2 else MAX_SQUARE
+    if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= most):
+        text = f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {most:g}."
         raise ProtocolError(Code.BAD_PUSH, text)
     if weight != 1 and state.config.max_delta_norm is not None:
         # A heavy push would need no length to outweigh all others.

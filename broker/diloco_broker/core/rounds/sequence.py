@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
-from diloco_broker.core.operations import ending, progress, settings
+from diloco_broker.core.operations import advice, ending, progress, settings
 from diloco_broker.core.rounds import identical, norms
 from diloco_broker.core.rounds.modes import rules_of
 from diloco_broker.core.rounds.round import Phase, Update
@@ -26,6 +26,7 @@ from diloco_protocol.messages import Notice, Rejoin
 def open_round(state: RunState, number: int) -> effects.Effects:
     """Apply pending settings and open a round."""
     yield from settings.take_effect(state)
+    yield from advice.look(state, number)
     yield from rules_of(state).open_round(state, number)
 
 

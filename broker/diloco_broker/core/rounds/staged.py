@@ -6,7 +6,7 @@ when a round closes is deferred to the next round of the fragment, or dropped (`
 notified either way. The rules:
 
 - A round is OPEN until the submissions of all expected workers, and at least `floor`, are complete; with
-  a quorum K also once K have been complete for `grace` seconds. K never exceeds the number of workers
+  a quorum K also once K have been complete for the grace period. K never exceeds the number of workers
   that can still contribute, nor falls below the floor.
 - Then it is CLOSING with the complete submissions that it has chosen, at most one of each worker, in the
   order of worker ids. Later events of a worker do not change the choice.
@@ -68,12 +68,14 @@ class StagedRound(StagedUpdate):
                 first[submission.worker_id] = submission
         return [first[worker_id] for worker_id in sorted(first)]
 
-    def look(self, now: float, *, floor: int, quorum: int | None) -> None:
-        """Note when a quorum is complete."""
+    def look(self, now: float, *, floor: int, quorum: int | None) -> bool:
+        """Note when a quorum is complete. Returns whether it is now."""
         if quorum != self.quorum:
             self.quorum, self.quorum_at = quorum, None
-        if self.quorum_at is None and self._has_quorum(floor):
+        is_new = self.quorum_at is None and self._has_quorum(floor)
+        if is_new:
             self.quorum_at = now
+        return is_new
 
     def tally(self, floor: int) -> Tally:
         here, expected = self._whole_of, self.barrier.expected
@@ -113,7 +115,7 @@ class StagedRound(StagedUpdate):
 
 find, done, commit, lost = collect.find, collect.done, collect.commit, collect.lost
 tell = lines.closed
-tick = released = nothing  # neither time nor free memory matters here
+tick = nothing  # time does not matter here
 
 
 def asked_for_by(config: BrokerConfig) -> str:
@@ -206,9 +208,18 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
 
 
 def look(state: RunState) -> Effects:
-    """Note when a quorum is complete."""
+    """Note when a quorum is complete, and determine the grace period that begins then."""
     yield from ()
-    _round(state).look(state.run_time, floor=state.floor, quorum=state.config.quorum)
+    round_ = _round(state)
+    if round_.look(state.run_time, floor=state.floor, quorum=state.config.quorum):
+        # Also that of a deferred push: its worker waits for it, too.
+        first_at = min(each.begun_at for each in round_.pool.values())
+        pauses_s = (
+            state.config.overlap_steps(member.sync_every) / member.figures.speed
+            for member in state.members
+            if member.figures.speed is not None
+        )
+        state.slack.begin(state.run_time, first_at, pauses_s)
 
 
 def tally(state: RunState) -> Tally:
@@ -231,6 +242,12 @@ def close(state: RunState) -> Effects:
         round_.close(kept)
         steps = collect.merge(state, round_.fragment, [round_.chosen])
         yield from combining.with_sums(state, steps, round_.chosen)
+        downloading = (
+            route
+            for route, reader in state.versions.readers.items()
+            if reader.joined and round_.fragment in reader.downloads
+        )
+        state.slack.closed(state.run_time, downloading)
         yield from _tell_the_late(state, round_)
 
 
@@ -250,6 +267,11 @@ def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:
         member = state.members.named(worker_id)
         if member is not None:
             yield member.tell(Notice("carried", text, push.fragment, following))
+
+
+def released(state: RunState) -> Effects:
+    state.slack.released(state.run_time)
+    yield from ()
 
 
 def leave(state: RunState, worker_id: str) -> Effects:

@@ -23,6 +23,7 @@ MOST_IN_TIME = 1024
 class Submission(PushInProgress):
     """A push that is being received; `before` are chunks that an earlier version contains."""
 
+    begun_at: float  # when its push was accepted (run time)
     progress_at: float  # when the last chunk arrived (run time)
     payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
     committed: bool = False

@@ -50,6 +50,7 @@ def credit(
     state: RunState, member: Member, route: effects.Route, credit: messages.Credit
 ) -> effects.Effects:
     """Send a worker more chunks on the connection that this credit was received on."""
+    state.slack.credited(member.bulk, state.run_time)
     if member.processes > 1:
         yield from _credit_of_lane(state, member, route, credit)
         return

@@ -203,7 +203,7 @@ def _piece_of(work: effects.TensorWork, tensors: Parameters) -> Telling:
         case effects.Step(fragment, index, weight, count):
             return tensors.step(fragment, index, weight, count), tuple
         case effects.AggregateAndStep(fragment, index, groups, count):
-            return tensors.merge(fragment, index, groups, count), tuple
+            return tensors.merge(fragment, index, groups, count, work.wholes), tuple
         case effects.StoreInitial():
             placing = Piece(lambda: None, lambda _: _stored(work, tensors))
             return placing, lambda event: (event,)

@@ -13,6 +13,8 @@ and t = `count` the number of gradients of this fragment before this one. A *bou
     dn direct  theta -= eta g                  Nesterov step on the mean            see Buffered
     fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
     sgd        theta -= eta share g            the same
+    cgad       -                               Adam step on g, a push with less   arXiv 2605.09126
+                                               weight the staler it is
 
 Tensors are never modified: a step makes new ones, also of the state, because a step with an unusable
 result must have no effect, and a state that is being saved must not change.
@@ -39,6 +41,8 @@ Stepped = tuple[Tensor, State]
 
 MOMENTUM = "momentum"  # m
 DELAYED = "delayed"  # D, the sum of the gradients in the buffer
+SQUARES = "squares"  # v, Adam's second moment
+BETA2 = 0.95  # of Adam
 
 
 def added(state: State, gradient: Tensor) -> Tensor:
@@ -49,9 +53,9 @@ def added(state: State, gradient: Tensor) -> Tensor:
     return torch.add(total, gradient, out=empty_like(gradient))
 
 
-def without_buffer(state: State) -> State:
-    """The state without buffered gradients."""
-    return {name: tensor for name, tensor in state.items() if name != DELAYED}
+def without(state: State, name: str) -> State:
+    """The state without MOMENTUM, or without the buffered gradients (DELAYED)."""
+    return {each: tensor for each, tensor in state.items() if each != name}
 
 
 class ChunkOuter(Protocol):
@@ -185,6 +189,42 @@ class Sgd:
 
     def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
         return self.at(UNCHANGING, count).step(theta, gradient, state)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """`torch.optim.Adam(lr=eta share, betas=(beta1, BETA2), eps=eps)`, bit for bit.
+
+        m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
+        theta <- theta - eta share m' / (sqrt(v') + eps)      m', v': without the bias to 0 at the start
+
+    As CGAD (arXiv 2605.09126) it takes gradients that the core has scaled by their staleness; `share` is
+    1/workers, because each gradient is a single push. No schedule changes beta1, because the correction
+    of the bias needs a constant one.
+    """
+
+    size: ClassVar[int] = 1
+
+    lr: float
+    beta1: float
+    eps: float
+    share: float = 1.0
+
+    def at(self, schedule: OuterSchedule, count: int) -> Adam:
+        return replace(self, lr=self.lr * schedule.factor(count))
+
+    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int) -> Stepped:
+        first, second = (
+            empty_like(theta).copy_(state[name]) if name in state else empty_like(theta).zero_()
+            for name in (MOMENTUM, SQUARES)
+        )
+        first.lerp_(gradient, 1 - self.beta1)
+        second.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        rate = self.lr * self.share / (1 - self.beta1 ** (count + 1))
+        root = torch.sqrt(second, out=gradient).div_((1 - BETA2 ** (count + 1)) ** 0.5)
+        moved = empty_like(theta).copy_(theta)
+        moved.addcdiv_(first, root.add_(self.eps), value=-rate)
+        return moved, {MOMENTUM: first, SQUARES: second}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.rounds.modes import mode_of
-from diloco_broker.tensors.outer.chunked import Buffered, ChunkOuter, DelayedNesterov, Nesterov, Sgd
+from diloco_broker.tensors.outer.chunked import (
+    Adam,
+    Buffered,
+    ChunkOuter,
+    DelayedNesterov,
+    Nesterov,
+    Sgd,
+)
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.errors import UsageError
@@ -16,6 +23,10 @@ Outer = ChunkOuter | TorchOuter
 
 def _nesterov(config: BrokerConfig) -> Nesterov:
     return Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
+
+
+def _adam(config: BrokerConfig) -> Adam:
+    return Adam(config.outer_lr, config.outer_momentum, config.cgad_epsilon, share_of(config))
 
 
 def _delayed(config: BrokerConfig) -> ChunkOuter:
@@ -34,6 +45,7 @@ OUTERS: dict[str, Callable[[BrokerConfig], ChunkOuter]] = {
     "dn": _delayed,
     "fedbuff": lambda config: Buffered(_nesterov(config), config.dn_size),
     "sgd": lambda config: Sgd(config.outer_lr, share_of(config)),
+    "cgad": _adam,
 }
 """By name in `--outer`: functions that make the optimizer, unless a factory does."""
 
@@ -74,6 +86,7 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
         instead |= dict.fromkeys(("dn_buffer", "dn_c", "dn_variant"), "also give --outer fedbuff")
     if not config.outer_schedule.warmup.is_constant:
         instead["outer_momentum_warmup"] = "implement it in the returned optimizer"
+    instead["outer_momentum_restart"] = "implement it in the returned optimizer"
     for name, remedy in instead.items():
         value = getattr(config, name)
         if value != getattr(BrokerConfig, name):

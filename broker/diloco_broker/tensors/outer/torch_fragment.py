@@ -6,14 +6,13 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
+from diloco_protocol.chunks import FragmentLayout, Segment, overlaps
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import is_finite
@@ -44,15 +43,6 @@ OuterOptimizerFactory = Callable[[FragmentParameters], torch.optim.Optimizer]
 """
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The overlap of a chunk and a parameter: the same elements as slices of either."""
-
-    parameter: int
-    in_tensor: slice
-    in_chunk: slice
-
-
 class TorchFragment:
     """Separate tensors of a fragment's parameters, and the torch optimizer over them.
 
@@ -70,7 +60,7 @@ class TorchFragment:
         places = [place for place in layout.places if place.segment is Segment.PARAMETERS]
         spans = [span for span in layout.spans if span.segment is Segment.PARAMETERS]
         self.spans = {span.index: span for span in spans}  # the chunks of parameters
-        self._pieces = {span.index: list(_pieces(places, span)) for span in spans}
+        self._pieces = {span.index: list(overlaps(places, span)) for span in spans}
         self._parameters = FragmentParameters(
             layout.fragment, {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places}
         )
@@ -86,7 +76,7 @@ class TorchFragment:
         for index in indices:
             values = placed(masters, index)
             for piece in self._pieces[index]:
-                parameter = self._parameters[piece.parameter]
+                parameter = self._parameters[piece.place]
                 parameter.view(-1)[piece.in_tensor] = values[piece.in_chunk]
 
     @torch.no_grad()
@@ -94,7 +84,7 @@ class TorchFragment:
         """Copy a chunk out of the optimizer's parameters, for readers to share."""
         values = torch.empty(self.spans[index].elements)
         for piece in self._pieces[index]:
-            flat = self._parameters[piece.parameter].reshape(-1)
+            flat = self._parameters[piece.place].reshape(-1)
             values[piece.in_chunk] = flat[piece.in_tensor]
         return values
 
@@ -109,7 +99,7 @@ class TorchFragment:
             parameter.grad = torch.zeros_like(parameter)
         for index, gradient in gradients.items():
             for piece in self._pieces[index]:
-                grad = self._parameters[piece.parameter].grad
+                grad = self._parameters[piece.place].grad
                 assert grad is not None
                 grad.view(-1)[piece.in_tensor] = gradient[piece.in_chunk]
         try:
@@ -234,14 +224,3 @@ def placed(masters: list[Tensor | None], index: int) -> Tensor:
     values = masters[index]
     assert values is not None, f"chunk {index} has no value yet"
     return values
-
-
-def _pieces(places: list[Place], span: ChunkSpan) -> Iterator[_Piece]:
-    for number, place in enumerate(places):
-        start, stop = max(place.start, span.start), min(place.stop, span.stop)
-        if start < stop:
-            yield _Piece(
-                number,
-                slice(start - place.start, stop - place.start),
-                slice(start - span.start, stop - span.start),
-            )

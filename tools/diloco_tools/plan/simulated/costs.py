@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco_protocol.dtypes import SPARSE_KEPT
+
 GIGA = 1e9
 # CPU seconds of the broker per billion elements, one way.
 ENCODE = {
@@ -20,7 +22,7 @@ ENCODE = {
     "int8": 3.3,
     "int4": 3.6,
     "int4z": 3.4,
-    "top64": 5.0,
+    **dict.fromkeys(SPARSE_KEPT, 6.0),
 }
 DECODE = {
     "fp32": 0.3,
@@ -29,7 +31,7 @@ DECODE = {
     "int8": 0.8,
     "int4": 1.6,
     "int4z": 1.5,
-    "top64": 1.5,
+    **dict.fromkeys(SPARSE_KEPT, 1.5),
 }
 
 

@@ -82,7 +82,7 @@ class DrillWorker:
                     break
                 for group in optimizer.param_groups:
                     group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
-                loss = inner_step(model, optimizer, tokens, targets)
+                loss = inner_step(model, [optimizer], tokens, targets)
                 diloco.report(loss=loss, tokens=tokens.numel())
                 time.sleep(pause)
             bring_in(diloco, Path(audit))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco_lab.evidence.trial import Trial
+from diloco_lab.evidence.trial import Trial, parameters
 
 Result = Mapping[str, Any]
 Measured = Mapping[str, Sequence[Result]]  # by arm, in the order of the seeds
@@ -91,7 +91,7 @@ class Part:
     title: str
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
-    axis: Literal["steps", "seconds"] = "steps"
+    axis: Literal["steps", "seconds", "bytes"] = "steps"
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,21 @@ def perplexity(result: Result) -> float:
     loss = result["loss"]
     # Training begins at 5.3.
     return DIVERGED if loss is None or loss > 10 else math.exp(loss)
+
+
+def sent(result: Result) -> list[float]:
+    """The bytes that a worker has sent and received, on the mean, at each point of the curve.
+
+    The first parameters travel in fp32, then rounds are alike. Data-parallel training is worked out: at
+    each step a gradient in bf16, and the mean in bf16.
+    """
+    trial = Trial.from_plain(result["trial"])
+    size = sum(parameters(trial.model))
+    first, last = 0.0, 4.0 * size * trial.steps
+    if trial.arm == "diloco":
+        last = (result["bytes_up"] + result["bytes_down"]) / trial.workers
+        first = min(last, 4 * size * (trial.workers + 1) / trial.workers)
+    return [first + (last - first) * steps / trial.steps for steps, *_ in result["curve"]]
 
 
 Arms = tuple[str, str]  # one, and the other that it is compared with
@@ -225,4 +240,6 @@ def outer(*pairs: tuple[float, float]) -> Choices:
 OUTER = outer((0.7, 0.9), (0.8, 0.5), (1.0, 0.0))
 # For an outer step at each push of one of four workers: four times as many steps.
 OUTER_PER_PUSH = outer((0.2, 0.5), (0.1, 0.9), (0.25, 0.0))
+# For Adam at each push: its steps are eta / (4 epsilon) times a mean of gradients far below epsilon.
+OUTER_ADAM = (*outer((0.2, 0.5), (0.1, 0.9)), {**outer((0.02, 0.5))[0], "cgad_epsilon": 0.01})
 INNER: Choices = tuple({"lr": lr} for lr in (0.75e-3, 1.5e-3, 3e-3))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from diloco_lab.driver.tables import Table, blocks_of, table_of
-from diloco_lab.evidence.claim import DIVERGED, Finding, Result, perplexity
+from diloco_lab.evidence.claim import DIVERGED, Finding, Result, perplexity, sent
 from diloco_lab.evidence.conduct import TUNING_SEED, Conducted, Tuned
+from diloco_lab.evidence.training import lost_in
 from diloco_lab.evidence.trial import MODELS, Trial, parameters
 from diloco_tools.pictures import COLOURS, Curve, draw_curves, legend_below, panels, save
 
@@ -94,7 +96,14 @@ def _choice(tuned: Tuned) -> str:
 # quarter of their steps: their beginnings and diverging ones are cut off.
 HEADROOM = 2.6
 LEAST_POINTS = 5  # of a curve
-AXES = {"steps": "inner steps of each worker", "seconds": "virtual seconds"}
+AXES = {
+    "steps": "inner steps of each worker",
+    "seconds": "virtual seconds",
+    "bytes": "bytes sent and received by each worker",
+}
+# Turns dark words into light ones on a dark page, and keeps the hues of the curves.
+ON_DARK = "@media(prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}"
+KILL = "#c81e1e"
 
 
 def has_curves(of: Conducted) -> bool:
@@ -104,37 +113,56 @@ def has_curves(of: Conducted) -> bool:
 def draw(of: Conducted, folder: Path) -> Path:
     """Write NAME.png: means over the seeds, with bands from the lowest to the highest.
 
-    ImportError without matplotlib (the `plot` extra).
+    Against bytes it is NAME.svg, for light and dark pages, with a cross where a worker of the first
+    seed was killed. ImportError without matplotlib (the `plot` extra).
     """
+    axis, is_log = of.part.axis, of.part.axis == "bytes"
     figure, (axes,) = panels(7.2, [4.0], dpi=110)
     lowest, quarters, shown = [], [], []
-    speeds = {arm.name: arm.speed if of.part.axis == "seconds" else 1.0 for arm in of.part.arms}
+    killed: dict[float, float] = {}  # by place, the loss
+    speeds = {arm.name: arm.speed if axis == "seconds" else 1.0 for arm in of.part.arms}
     for (name, runs), colour in zip(of.measured.items(), COLOURS, strict=False):
-        if points := _band(runs, of.part.axis, speeds[name]):
+        if points := _band(runs, axis, speeds[name]):
             xs, mean, low, high = zip(*points, strict=True)
             curve, band = list(zip(xs, mean, strict=True)), list(zip(low, high, strict=True))
             label = f"{name}: {mean[-1]:.3f}"
             shown.append(Curve(label, curve, band, colour, width=1.8, marker=""))
             lowest.append(min(low))
             quarters.append(mean[len(mean) // 4])
+            killed.update(points[at][:2] for at in kills(runs[0]) if at < len(points))
     loss = "held-out loss (nats per byte)"
-    draw_curves(axes, shown, of.part.title, AXES[of.part.axis], loss)
+    draw_curves(axes, shown, of.part.title, AXES[axis], loss)
     span = statistics.median(quarters) - min(lowest)
     axes.set_ylim(min(lowest) - 0.1 * span, min(lowest) + HEADROOM * span)
-    axes.set_xlim(left=0)
+    if is_log:
+        axes.set_xscale("log", nonpositive="mask")
+        axes.xaxis.set_major_formatter(
+            lambda place, _: f"{place / 1e9:g} GB" if place >= 1e9 else f"{place / 1e6:g} MB"
+        )
+        how = {"color": KILL, "markersize": 7, "markeredgewidth": 2, "zorder": 3}
+        axes.plot([*killed], [*killed.values()], "x", label="a worker was killed", **how)
+    else:
+        axes.set_xlim(left=0)
     legend_below(figure, 9)
-    path = folder / f"{of.part.name}.png"
-    save(figure, path)
+    path = folder / f"{of.part.name}.{'svg' if is_log else 'png'}"
+    save(figure, path, style=ON_DARK) if is_log else save(figure, path)
     return path
+
+
+def kills(result: Result) -> list[int]:
+    """The points of the curve before which a worker was killed."""
+    trial = Trial.from_plain(result["trial"])
+    lost = [number for number in range(trial.rounds) if trial.drop and lost_in(number, trial)]
+    return sorted({math.ceil((number + 1) / trial.every) for number in lost})
 
 
 def _band(runs: list[Result], axis: str, speed: float) -> list[tuple[float, float, float, float]]:
     """Place, mean, lowest and highest value, as far as all seeds are finite."""
     points = []
-    for seen in zip(*(run["curve"] for run in runs), strict=False):
+    places = sent(runs[0]) if axis == "bytes" else [p[axis == "seconds"] for p in runs[0]["curve"]]
+    for place, *seen in zip(places, *(run["curve"] for run in runs), strict=False):
         losses = [loss for *_, loss in seen]
         if None in losses:
             break
-        where = seen[0][axis == "seconds"] / speed
-        points.append((where, statistics.fmean(losses), min(losses), max(losses)))
+        points.append((place / speed, statistics.fmean(losses), min(losses), max(losses)))
     return points

@@ -10,14 +10,15 @@ import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Muon, Optimizer
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_lab.evidence.trial import MODELS, Trial
@@ -126,6 +127,16 @@ class Outcome:
     rejected: int = 0
     staleness: float = 0.0
     parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def inner_optimizers(model: gpt.GPT, trial: Trial) -> list[Optimizer]:
+    if trial.inner != "muon":
+        return [gpt.build_optimizer(model, trial.recipe)]
+    # With its updates as large as AdamW's, one learning rate suits both.
+    how: Any = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    others = nn.ModuleList([model.embedding, model.position])
+    muon = Muon(model.blocks.parameters(), lr=trial.lr, **how)
+    return [muon, gpt.build_optimizer(others, trial.recipe)]
 
 
 class DiLoCoRun:
@@ -249,7 +260,7 @@ class Worker:
         trial = run.trial
         self.run, self.number, self.trial = run, number, trial
         self.model = gpt.build_model(trial.seed, MODELS[trial.model])
-        self.optimizer = gpt.build_optimizer(self.model, trial.recipe)
+        self.optimizers = inner_optimizers(self.model, trial)
         self.batches = training_batches(
             run.text.shards[number],
             trial.batch,
@@ -261,10 +272,10 @@ class Worker:
         self.harms = trial.harm if number == trial.workers - 1 else ""
         self.start: list[Tensor] = []  # the parameters at the beginning of a harmful worker's round
         # Before the hook of the DiLoCoWorker, which may wait for the others.
-        self.optimizer.register_step_post_hook(self._stepped)
+        self.optimizers[-1].register_step_post_hook(self._stepped)
         self.diloco = DiLoCoWorker(
             self.model,
-            self.optimizer,
+            self.optimizers,
             run.address,
             worker_id=f"worker-{number}",
             sync_every=trial.steps_between(number) if trial.dylu else None,
@@ -318,7 +329,7 @@ class Worker:
         """One inner step, at this place of the learning rate's schedule, and its exchange."""
         trial = self.trial
         rate = trial.lr * gpt.learning_rate_factor(trial.recipe, place)
-        for group in self.optimizer.param_groups:
+        for group in (group for each in self.optimizers for group in each.param_groups):
             group["lr"] = rate
         # The weight of its next push; see `lost_in`.
         is_lost = trial.drop and self.number in lost_in(self.step // trial.sync_every, trial)
@@ -328,7 +339,7 @@ class Worker:
         try:
             if self.harms and self.step % trial.sync_every == 0:
                 self.start = [each.detach().clone() for each in self.model.parameters()]
-            loss = gpt.inner_step(self.model, self.optimizer, *next(self.batches))
+            loss = gpt.inner_step(self.model, self.optimizers, *next(self.batches))
         finally:
             if self.computes:
                 self._gives()
@@ -372,11 +383,17 @@ def train_without_broker(trial: Trial, text: Text) -> Outcome:
     """The baseline of DiLoCo: one model on the batches of all its replicas.
 
     The mean of equally large batches' gradients is the gradient of them together. With one replica it
-    is one worker alone.
+    is one worker alone, or with an outer optimizer of its own.
     """
     model = gpt.build_model(trial.seed, MODELS[trial.model])
-    optimizer = gpt.build_optimizer(model, trial.recipe)
-    schedule = gpt.build_schedule(optimizer, trial.recipe)
+    optimizers = inner_optimizers(model, trial)
+    schedules = [gpt.build_schedule(each, trial.recipe) for each in optimizers]
+    diloco = None
+    if trial.arm == "local":
+        options = WorkerOptions(handle_signals=False, local=trial.broker)
+        every = trial.sync_every
+        diloco = DiLoCoWorker(model, optimizers, "local", sync_every=every, options=options)
+        diloco.start()
     replicas = [
         training_batches(shard, trial.batch, trial.recipe.context, batch_seed(trial.seed, number))
         for number, shard in enumerate(text.shards)
@@ -387,12 +404,18 @@ def train_without_broker(trial: Trial, text: Text) -> Outcome:
     for step in range(1, trial.steps + 1):
         batches = [next(each) for each in replicas]
         tokens, targets = (torch.cat(part) for part in zip(*batches, strict=True))
-        gpt.inner_step(model, optimizer, tokens, targets)
-        schedule.step()
+        gpt.inner_step(model, optimizers, tokens, targets)
+        for schedule in schedules:
+            schedule.step()
         if step % every == 0 or step == trial.steps:
-            loss = gpt.validation_loss(model, *text.validation)
+            with nullcontext() if diloco is None else diloco.global_parameters():
+                loss = gpt.validation_loss(model, *text.validation)
             outcome.curve.append((step, float(step), finite(loss)))
             if not math.isfinite(loss):
                 break
+    if diloco is not None:
+        outcome.pushes = diloco.sync_count
+        diloco.load_global()
+        diloco.close()
     outcome.parameters = dict(model.state_dict())
     return outcome

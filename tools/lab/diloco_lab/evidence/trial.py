@@ -10,7 +10,8 @@ from typing import Any, Literal
 from diloco_lab.driver.records import record_of
 from diloco_tools.demo import model as gpt
 
-Arm = Literal["diloco", "alone", "data-parallel"]
+Arm = Literal["diloco", "alone", "local", "data-parallel"]
+Inner = Literal["", "muon"]
 Harm = Literal["", "reversed", "enormous"]
 
 MODELS: Mapping[str, gpt.GPTConfig] = {
@@ -41,14 +42,15 @@ class Trial:
 
     Attributes:
         seed: of parameters, batches, and of who fails.
-        arm: DiLoCo with a real broker; one worker alone; or all replicas with one gradient at each
-            step, which is data-parallel training at the same number of tokens.
+        arm: DiLoCo with a real broker; one worker alone, or with server="local"; or all replicas with
+            one gradient at each step, which is data-parallel training at the same number of tokens.
         workers: M.
         steps: T, optimizer steps of each worker; where speeds differ, on the mean.
         sync_every: H.
         model: one of MODELS.
         batch: windows in each step of each worker.
-        lr: peak inner learning rate of AdamW.
+        lr: peak inner learning rate.
+        inner: AdamW; or Muon for the matrices of the blocks, and AdamW for the rest.
         broker: options of `BrokerConfig`, by name.
         speeds: steps per virtual second of each worker; () where all make one. A worker of v steps a
             second has made H of them after H / v seconds, and communication takes none.
@@ -68,6 +70,7 @@ class Trial:
     model: str = "0.4M"
     batch: int = 4
     lr: float = LEARNING_RATE
+    inner: Inner = ""
     broker: Mapping[str, Any] = field(default_factory=dict)
     speeds: tuple[float, ...] = ()
     dylu: bool = False

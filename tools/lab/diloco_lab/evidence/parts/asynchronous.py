@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from diloco_lab.evidence.claim import OUTER, OUTER_PER_PUSH, Arm, Choices, Part, compared, sooner
+from diloco_lab.evidence.claim import (
+    OUTER,
+    OUTER_ADAM,
+    OUTER_PER_PUSH,
+    Arm,
+    Choices,
+    Part,
+    compared,
+    sooner,
+)
 from diloco_lab.evidence.trial import Trial
 
 # Inner steps per second of four devices (arXiv 2401.09135).
@@ -67,6 +76,23 @@ ASYNCHRONOUS = Part(
             SLOWEST,
             most=-10,
         ),
+    ),
+    axis="seconds",
+)
+
+_RIVALS = ("Delayed Nesterov", "naive, tuned")
+CGAD = Part(
+    "cgad",
+    "Adam that weighs stale pushes, workers of different speed",
+    (
+        _by("CGAD", OUTER_ADAM, outer="cgad"),
+        *(arm for arm in ASYNCHRONOUS.arms if arm.name in _RIVALS),
+    ),
+    (
+        compared(
+            "perplexity of CGAD, against Delayed Nesterov", ("CGAD", "Delayed Nesterov"), most=0
+        ),
+        compared("against Nesterov at each push, tuned", ("CGAD", "naive, tuned"), most=0),
     ),
     axis="seconds",
 )

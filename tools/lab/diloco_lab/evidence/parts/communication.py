@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from diloco_lab.evidence.claim import Arm, Claim, Measured, Part, Relation, Result, compared, outer
 from diloco_lab.evidence.trial import Trial, parameters
-from diloco_protocol.dtypes import SIZES
+from diloco_protocol.dtypes import SIZES, SPARSE_KEPT
 
 _DEEPER = Trial(model="0.8M", sync_every=20, every=4)
 _PAIR = outer((0.7, 0.9), (0.8, 0.5))
@@ -49,18 +49,39 @@ FRAGMENTS = Part(
     ),
 )
 
-CODEC_PAIRS = ("bf16/fp32", "int8/int8", "int4/int4", "int4z/int4z", "top64/int4z")
+SPARSE = "sparse"  # the name of the sparse codec
+CODEC_PAIRS = (
+    "bf16/fp32",
+    "int8/int8",
+    "int4/int4",
+    "int4z/int4z",
+    f"{SPARSE}/int4z",
+    "sparse:128/int4z",
+)
+# As published: the decayed residual replaces the momentum (SparseLoCo, arXiv 2508.15706).
+_SPARSELOCO = {
+    "outer": "sgd",
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "outer_lr_schedule": "cosine:100:0.65",  # over all rounds of a trial
+    "feedback_decay": 0.95,
+}
 
 
 def _in(pair: str) -> Arm:
     up, down = pair.split("/")
-    trial = Trial().with_changes(outer_lr=0.8, outer_momentum=0.5, wire_dtype=up, reply_dtype=down)
-    return Arm(pair, trial)
+    rule = _SPARSELOCO if up in SPARSE_KEPT else {"outer_lr": 0.8, "outer_momentum": 0.5}
+    return Arm(pair, Trial().with_changes(**rule, wire_dtype=up, reply_dtype=down))
 
 
 def _against_usual(pair: str) -> Claim:
-    most = math.inf if pair.startswith("top64") else 3
-    return compared(f"perplexity in {pair}, against bf16/fp32", (pair, "bf16/fp32"), most=most)
+    kept = SPARSE_KEPT.get(pair.partition("/")[0])
+    said = f" ({kept} of 4096 elements, SparseLoCo)" if kept else ""
+    return compared(
+        f"perplexity in {pair}{said}, against bf16/fp32",
+        (pair, "bf16/fp32"),
+        most=math.inf if kept else 3,
+    )
 
 
 CODECS = Part(

@@ -4,7 +4,7 @@ replicas with one gradient.
 
 from __future__ import annotations
 
-from diloco_lab.evidence.claim import INNER, OUTER, Arm, Part, compared
+from diloco_lab.evidence.claim import INNER, OUTER, Arm, Part, compared, outer
 from diloco_lab.evidence.trial import Trial
 
 ALONE = Arm("one worker", Trial(arm="alone", workers=1, every=5), INNER)
@@ -29,6 +29,21 @@ WORKERS = Part(
         compared("with 2 workers", ("M = 2", "one worker")),
         compared("perplexity with 8 workers, against 2", ("M = 8", "M = 2"), most=0),
     ),
+)
+
+
+# Gradients of rda are longer, up to twice with four workers: both arms choose from smaller steps, too.
+_STEPS = OUTER + outer((0.4, 0.5), (0.5, 0.0))
+_FOUR = Trial(workers=4, every=5)
+
+RDA = Part(
+    "rda",
+    "Mean length times mean direction",
+    (
+        Arm("mean", _FOUR, _STEPS),
+        Arm("rda", _FOUR.with_changes(aggregate="rda"), _STEPS),
+    ),
+    (compared("perplexity with `--aggregate rda`, against the mean", ("rda", "mean"), most=0),),
 )
 
 

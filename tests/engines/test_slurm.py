@@ -135,17 +135,8 @@ def test_nodes_that_are_taken_away_save_and_the_run_comes_back_from_the_queue(
     run = Run(cluster, tmp_path, "preempted")
     run.starts("--islands", "2", pause=0.02)
     run.waits_for("broker", "Round 10 closed")
-    urgent = (
-        "sbatch",
-        "-p",
-        "urgent",
-        "-N4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap",
-        "true",
-    )
-    cluster.says(*urgent)
+    urgent = "sbatch -p urgent -N4 --exclusive --output=/dev/null --wrap true"
+    cluster.says(*urgent.split())
     for who in ("island-0", "island-1", "broker"):
         run.waits_for(who, "goes back into the queue, since Slurm takes its node")
     for who in ("island-0", "island-1"):

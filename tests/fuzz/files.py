@@ -38,15 +38,7 @@ from kit.checkpoints import a_checkpoint
 
 ODD: list[Any] = [None, -1, 0, 1, 2**40, 2**63, 10**400, 1e308, float("inf"), float("nan"), "", "x"]
 ODD += [
-    "../../../../etc/passwd",
-    "/dev/zero",
-    "load",
-    "\x1b[2J",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"a": []},
+    *("../../../../etc/passwd", "/dev/zero", "load", "\x1b[2J", "\ud800", [], {}, [[]], {"a": []}),
     True,
 ]
 LONGEST_SENTENCE = 2000

@@ -61,14 +61,8 @@ TO_BROKER = sorted(
 )
 TO_BROKER += ["credit", "control", "control", "heartbeat", "push", "chunk", "welcome", "result"]
 SETTINGS: list[dict[str, Any]] = [
-    {"outer_lr": 0.5},
-    {"workers": 1},
-    {"min_workers": 2},
-    {"quorum": 1},
-    {"grace": 0.5},
-    {"save_every": 2},
-    {"sync_every": 10},
-    {"outer_momentum": 0.5},
+    *({"outer_lr": 0.5}, {"workers": 1}, {"min_workers": 2}, {"quorum": 1}, {"grace": 0.5}),
+    *({"save_every": 2}, {"sync_every": 10}, {"outer_momentum": 0.5}),
 ]
 ASKED = ["status", "manifest", "save", "kick", "pause", "resume", "shutdown", "set", "nonsense"]
 ASKED += ["save_all", "stop_all"]

@@ -23,19 +23,17 @@ from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, worker
 
 HOSTILE = [
-    'quote"d',
-    "back\\slash",
-    "two\nlines",
-    "\r\n# EOF\ndiloco_feed_up 5",
-    "x" * 10_000,
-    "y" * 9_999,
-    "größe-工作者-🦙",
-    "\u202ereversed",
-    "\x00\x1b[31m",
-    "\ud800",
-    "",
-    " ",
-    '{a="b"}',
+    *('quote"d', "back\\slash", "two\nlines", "\r\n# EOF\ndiloco_feed_up 5", "x" * 10_000),
+    *(
+        "y" * 9_999,
+        "größe-工作者-🦙",
+        "\u202ereversed",
+        "\x00\x1b[31m",
+        "\ud800",
+        "",
+        " ",
+        '{a="b"}',
+    ),
 ]
 
 

@@ -9,7 +9,9 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
-ENGINES := $(VENV)-ray/.ready
+ENGINES := $(VENV)-ray/.ready $(VENV)-sky/.ready
+ENGINE_ray := ray[train]>=2.50
+ENGINE_sky := skypilot>=0.14
 BOOK := $(VENV)/.book
 # Compiled files are kept, whatever the environment says (containers often say no): without them pytest rewrites
 # all tests in each of its processes, and each process that a test starts compiles our modules.
@@ -118,7 +120,7 @@ test-browser: $(STAMP) chromium
 
 # The tests skip themselves, with the reason, where these cannot be had.
 $(LIBRARIES): $(STAMP)
-	@echo "Installing transformers, peft and lightning (once, some minutes) ..."
+	@echo "Installing transformers, trl, peft, diffusers and lightning (once, some minutes) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,integrations]" && touch $@ \
 	  || echo "They cannot be installed here: tests of what is missing will be skipped."
 
@@ -129,14 +131,14 @@ test-torch: $(STAMP)
 	@DILOCO_KERNELS=torch $(BIN)/python -m pytest $(SPREAD) -m "$(QUICK)" \
 	  tests/protocol/tensors tests/broker/tensors tests/worker/model
 
-# Ray pins much of what it needs, so it has an environment of its own, over the packages of the other.
-$(ENGINES): $(STAMP)
-	@echo "Installing Ray into $(VENV)-ray (once, a few minutes) ..."
-	@$(BIN)/python -m venv $(VENV)-ray
+# Engines pin much of what they need, so each has an environment of its own, over the packages of the other.
+$(ENGINES): $(VENV)-%/.ready: $(STAMP)
+	@echo "Installing $(ENGINE_$*) into $(VENV)-$* (once, a few minutes) ..."
+	@$(BIN)/python -m venv $(VENV)-$*
 	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(\"" + site.getsitepackages()[0] + "\")")' \
-	  > $$($(VENV)-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
-	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray[train]>=2.50" && touch $@ \
-	  || echo "Ray cannot be installed here: its tests will be skipped."
+	  > $$($(VENV)-$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check "$(ENGINE_$*)" && touch $@ \
+	  || echo "$(ENGINE_$*) cannot be installed here: its tests will be skipped."
 
 # A network with nothing but a loopback, where one can be made.
 ALONE = $(shell unshare --net ip link set lo up 2>/dev/null && echo 'unshare --net sh -c "ip link set lo up && exec \"\$$@\"" sh')
@@ -151,7 +153,8 @@ slurm:
 # The tests skip themselves, with the reason, where an engine cannot be had.
 test-engines: $(ENGINES) slurm
 	@$(BIN)/python -m pytest -rs -m engine tests/engines/test_slurm.py
-	@test ! -e $(ENGINES) || $(ALONE) $(VENV)-ray/bin/python -m pytest -rs -m engine tests/engines/test_ray.py
+	@test ! -e $(VENV)-ray/.ready || $(ALONE) $(VENV)-ray/bin/python -m pytest -rs -m engine tests/engines/test_ray.py
+	@test ! -e $(VENV)-sky/.ready || $(VENV)-sky/bin/python -m pytest -rs -m engine tests/tools/test_launch_sky.py
 
 # The tests skip themselves, with the reason, where there is no device.
 test-cuda: $(STAMP)
@@ -197,4 +200,4 @@ release: $(STAMP)
 	@$(BIN)/python -m diloco_lab.release.packages
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray runs site
+	rm -rf $(VENV) $(VENV)-ray $(VENV)-sky runs site

@@ -30,4 +30,4 @@ def two_train(processes: Processes, name: str, *options: str) -> list[str]:
 
 def losses(output: str) -> list[float]:
     """The losses that it has written, in order."""
-    return [float(each) for each in re.findall(r"loss(?: of|'?:)? '?([\d.]+)", output)]
+    return [float(each) for each in re.findall(r"loss(?: of|'?:)? +'?([\d.]+)", output)]

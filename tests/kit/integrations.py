@@ -33,12 +33,14 @@ HEAVY = ("transformers.trainer", "peft", "lightning")
 WITHIN_S = 150.0
 
 
-def needs(*libraries: str) -> pytest.MarkDecorator:
+def needs(
+    *libraries: str, how: str = "`make test-integrations` installs it"
+) -> pytest.MarkDecorator:
     """Skips, with the reason, tests of libraries that are not installed."""
     missing = [name for name in libraries if find_spec(name) is None]
     return pytest.mark.skipif(
         bool(missing),
-        reason=f"{', '.join(missing)} cannot be imported; `make test-integrations` installs it",
+        reason=f"{', '.join(missing)} cannot be imported; {how}",
     )
 
 

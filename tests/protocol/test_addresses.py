@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,13 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.addresses import address_or_path, as_reached, is_loopback, with_scheme
 from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.clients.address_file import (
+    NoAddress,
+    file_of,
+    read_address,
+    resolved,
+    write_address,
+)
 from diloco_protocol.errors import Refused, UsageError
 from diloco_protocol.roles import Peer, Role
 from diloco_tools.monitor.feed.listener import FeedSubscriber
@@ -36,9 +45,7 @@ def bare(address: str) -> str:
     return address.removeprefix("tcp://")
 
 
-def test_every_part_finds_the_broker_at_host_and_port(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_parts_take_host_and_port(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     control, feed = bare(broker.address), bare(broker.feed_address)
     with DiLoCoClient(control, timeout=PATIENCE_S) as client:
         assert client.status()["counts"]["alive"] == 0
@@ -56,9 +63,7 @@ def test_every_part_finds_the_broker_at_host_and_port(
     assert listener.address == source.address == broker.feed_address
 
 
-def test_feed_given_as_the_control_address_is_recognized(
-    broker: Broker,
-) -> None:
+def test_feed_given_as_the_control_address_is_recognized(broker: Broker) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(Refused, match=broker.address):
         DiLoCoWorker(model, torch.optim.SGD(model.parameters()), server=broker.feed_address).start()
@@ -93,37 +98,17 @@ def test_address_is_told_from_a_path_without_a_port() -> None:
         assert address_or_path(path) is None
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("10.0.0.1:8512", "tcp://10.0.0.1:8512"),
-        ("localhost:*", "tcp://localhost:*"),
-        ("[::1]:8512", "tcp://[::1]:8512"),
-        ("tcp://host:1", "tcp://host:1"),
-        ("ipc:///run/broker", "ipc:///run/broker"),
-        # A host alone gets the port as well.
-        ("localhost", "tcp://localhost:8512"),
-        ("gpu_box.lab-2", "tcp://gpu_box.lab-2:8512"),
-        ("10.0.0.1", "tcp://10.0.0.1:8512"),
-        ("[::1]", "tcp://[::1]:8512"),
-        ("*", "tcp://*:8512"),
-        ("tcp://host", "tcp://host:8512"),
-        # Anything else stays as it was written, for the error message to quote.
-        ("8512", "8512"),
-        ("a b", "a b"),
-        ("host:", "host:"),
-        ("tcp://", "tcp://"),
-        ("host:port", "host:port"),
-        (":8512", ":8512"),
-        ("::1:8512", "::1:8512"),
-        ("//10.0.0.1:8512", "//10.0.0.1:8512"),
-        ("a/b:1", "a/b:1"),
-        ("host:\u0661", "host:\u0661"),
-        ("", ""),
-    ],
-)
-def test_host_and_port_are_completed_to_an_address(written: str, meant: str) -> None:
-    assert with_scheme(written) == meant
+def test_host_and_port_are_completed_to_an_address() -> None:
+    with_a_port = ("10.0.0.1:8512", "localhost:*", "[::1]:8512")
+    host_alone = ("localhost", "gpu_box.lab-2", "10.0.0.1", "[::1]", "*")
+    whole = ("tcp://host:1", "ipc:///run/broker")
+    # Anything else stays as it was written, for the error message to quote.
+    odd = ("8512", "a b", "host:", "tcp://", "host:port", ":8512", "::1:8512", "//10.0.0.1:8512")
+    meant = {text: f"tcp://{text}" for text in with_a_port}
+    meant |= {text: f"tcp://{text}:8512" for text in host_alone}
+    meant |= {text: text for text in (*whole, *odd, "a/b:1", "host:\u0661", "")}
+    meant["tcp://host"] = "tcp://host:8512"
+    assert {text: with_scheme(text) for text in meant} == meant
 
 
 @pytest.mark.parametrize(
@@ -137,9 +122,7 @@ def test_host_and_port_are_completed_to_an_address(written: str, meant: str) -> 
         ("ipc:///run/control", "tcp://broker:8513", "ipc:///run/control"),
     ],
 )
-def test_a_broker_that_listens_everywhere_is_asked_where_its_feed_is(
-    control: str, feed: str, expected: str
-) -> None:
+def test_control_address_follows_that_of_the_feed(control: str, feed: str, expected: str) -> None:
     assert as_reached(control, feed) == expected
 
 
@@ -148,3 +131,72 @@ def test_loopback_is_what_no_other_machine_reaches() -> None:
     elsewhere = ("0.0.0.0", "*", "", "10.0.0.5", "::", "[::]", "gpu-box", "localhost.evil.example")
     assert [is_loopback(host) for host in here] == [True] * len(here)
     assert [is_loopback(host) for host in elsewhere] == [False] * len(elsewhere)
+
+
+# A file that says where a broker is: written as a whole, and not believed blindly.
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    for port in (1, 2):
+        write_address(file, f"tcp://10.0.0.1:{port}", f"tcp://[::1]:{port}")
+        assert read_address(file) == f"tcp://10.0.0.1:{port}"
+        assert resolved(f"file://{file}", line=1) == f"tcp://[::1]:{port}"
+    assert list(tmp_path.iterdir()) == [file], "nothing is left beside it"
+
+
+def test_host_that_was_left_out_is_that_of_the_machine(tmp_path: Path) -> None:
+    file, name = tmp_path / "address", socket.gethostname()
+    write_address(file, "tcp://0.0.0.0:8512", "tcp://[::]:8513")
+    found = [read_address(file, line) for line in (0, 1)]
+    assert found == [f"tcp://{name}:8512", f"tcp://{name}:8513"]
+    file.write_text(" gpu-box:8512 \n")  # by a person
+    assert read_address(file) == "tcp://gpu-box:8512"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b" \n", b"\ntcp://h:1", b"\xff\xfe\x00", b"tcp://h:8512\n" + b"x" * 1024),
+        *(b"h", b"tcp://h:0", b"tcp://h:65536", b"tcp://:8512", "tcp://h\u00e9:8512".encode()),
+        *(b"tcp://*:8512", b"tcp://0.0.0.0:8512", b"tcp://h:8512;tcp://evil:1"),
+        *(b"tcp://eth0;h:8512", b"tcp://h h:8512", b"tcp://h\x1b[2J:8512", b"udp://h:8512"),
+        *(b"file:///etc/passwd", b"inproc://x", b"ipc://"),
+    ],
+)
+def test_anything_else_in_it_is_no_address(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "address"
+    file.write_bytes(content)
+    with pytest.raises(NoAddress, match=r"empty|has no address"):
+        read_address(file)
+    with pytest.raises(UsageError):
+        resolved(f"file://{file}")
+
+
+def test_what_is_no_file_is_said_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(NoAddress, match="is not a file"):
+        read_address(tmp_path / "pipe")
+    with pytest.raises(NoAddress, match="does not exist yet"):
+        read_address(tmp_path / "none")
+    with pytest.raises(NoAddress, match=r"directory|not a file"):
+        read_address(tmp_path)
+    write_address(tmp_path / "one", "tcp://h:1")
+    with pytest.raises(NoAddress, match="has no address"):
+        read_address(tmp_path / "one", line=1)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://h:1", "h:1", "file://", "file://relative", "file:///a\nb", "file:/x"]
+)
+def test_only_whole_paths_name_a_file(address: str) -> None:
+    assert file_of(address) is None
+    assert resolved(address) == address
+
+
+def test_failure_to_write_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "address").mkdir()
+    (tmp_path / "address" / "x").touch()
+    with pytest.raises(OSError, match=r"directory|not empty"):
+        write_address(tmp_path / "address", "tcp://h:1")
+    assert [path.name for path in tmp_path.iterdir()] == ["address"]

@@ -109,9 +109,7 @@ SPLITS: dict[str, tuple[Manifest, str, int, str]] = {
         "encoder.layers.encoder_layer_1 encoder.layers.encoder_layer_3 heads.head.weight_1",
     ),
     "blocks are counted, not their numbers": (
-        MODELS["sequential"],
-        "strided",
-        1,
+        *(MODELS["sequential"], "strided", 1),
         "0 6 | 2 8 | 4 10",
     ),
     "only blocks that are trained": (HALF_FROZEN, "strided", 2, "h.3 h.5 | h.4"),
@@ -140,9 +138,7 @@ SPLITS: dict[str, tuple[Manifest, str, int, str]] = {
 
 
 @pytest.mark.parametrize(("manifest", "pattern", "depth", "parts"), SPLITS.values(), ids=SPLITS)
-def test_pattern_splits_a_model_like_this(
-    manifest: Manifest, pattern: str, depth: int, parts: str
-) -> None:
+def test_pattern_splits_a_model(manifest: Manifest, pattern: str, depth: int, parts: str) -> None:
     plan = FragmentPlan.of(manifest, parts.count("|") + 1, pattern)
     assert " | ".join(modules(plan, depth)) == parts
 
@@ -173,12 +169,9 @@ shapes = st.lists(st.integers(0, 9), max_size=2)
 
 
 @given(st.lists(names, min_size=1, max_size=25, unique=True), st.data())
-def test_every_trainable_parameter_is_in_exactly_one_fragment(
-    names: list[str], data: st.DataObject
-) -> None:
-    manifest = Manifest(
-        tuple(tensor(name, *data.draw(shapes), kind=data.draw(kinds)) for name in names)
-    )
+def test_each_parameter_is_in_one_fragment(names: list[str], data: st.DataObject) -> None:
+    drawn = (tensor(name, *data.draw(shapes), kind=data.draw(kinds)) for name in names)
+    manifest = Manifest(tuple(drawn))
     deciding = sum(e.kind is Kind.TRAINABLE and e.elements > 0 for e in manifest.entries)
     num_fragments = data.draw(st.integers(1, deciding + 1))
     pattern = data.draw(st.sampled_from(list(PATTERNS)))
@@ -316,9 +309,7 @@ def test_plan_that_cannot_be_made_says_what_to_do() -> None:
         ((0, 0, -1, 0, 0), 0, "cannot fill 0 fragments"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(
-    numbers: tuple[int, ...], num_fragments: int, words: str
-) -> None:
+def test_numbers_must_fit(numbers: tuple[int, ...], num_fragments: int, words: str) -> None:
     manifest = Manifest(
         (
             tensor("w1", 2),

@@ -87,9 +87,7 @@ def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.ready() is None
 
 
-def test_without_a_compiler_no_library_is_built_and_an_old_one_is_removed(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_library_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = source.with_name("kernels.so")
     library.touch()
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -98,12 +96,8 @@ def test_without_a_compiler_no_library_is_built_and_an_old_one_is_removed(
 
 
 @needs_compiler
-def test_folder_that_cannot_be_written_is_no_error_of_the_build(source: Path) -> None:
+def test_build_goes_on_without_a_folder_or_a_source_that_compiles(source: Path) -> None:
     assert "nowhere" in (hatch_build.compile_kernels(source, source.parent / "nowhere" / "k") or "")
-
-
-@needs_compiler
-def test_source_that_does_not_compile_is_no_error_of_the_build(source: Path) -> None:
     source.write_text("int f( {")
     assert "kernels.c" in (hatch_build.compile_kernels(source, source.with_name("k.so")) or "")
     assert [each.name for each in source.parent.iterdir()] == ["kernels.c"]
@@ -111,9 +105,7 @@ def test_source_that_does_not_compile_is_no_error_of_the_build(source: Path) -> 
 
 @needs_compiler
 @pytest.mark.parametrize("compiler", ["cc", "gcc -Wall -Wextra -Werror", "clang -Wall -Werror"])
-def test_kernels_that_are_built_agree_with_torch(
-    compiler: str, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_built_kernels_agree(compiler: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which(compiler.split(maxsplit=1)[0]) is None:
         pytest.skip("not installed")
     monkeypatch.setenv("CC", compiler)

@@ -122,20 +122,28 @@ def test_message_survives_the_wire(message: Message) -> None:
         message = Control("status", 1, {"deep": {"a": (1, 2.5, None, True)}})
     assert received == message
     assert (buffer is None) == (payload is None)
+    plain = msgpack.unpackb(encode(message)) | {"from_the_future": [1, 2]}
+    assert decode(msgpack.packb(plain)) == received, "unknown keys are ignored"
 
 
-@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda m: m.kind)
-def test_defaults_fill_what_is_left_out_and_unknown_keys_are_ignored(message: Message) -> None:
-    plain = msgpack.unpackb(encode(message))
-    plain["from_the_future"] = [1, 2]
-    assert decode(msgpack.packb(plain)) == decode(encode(message))
+LEAVE = {"v": 1, "kind": "leave", "session": b"s"}
+OF_A_TYPE = LEAVE | {"reason": [msgpack.ExtType(39, b"abc")]}
 
 
-def test_protocol_version_that_is_unknown_names_both() -> None:
-    header = msgpack.packb({"v": 99, "kind": "leave", "session": b"s"})
-    with pytest.raises(ProtocolError, match="version 99, we speak 1") as caught:
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (msgpack.packb(LEAVE | {"v": 99}), "version 99, we speak 1"),
+        (msgpack.packb({"v": 1, "kind": "leave"}), r"leave\.session is missing"),
+        (msgpack.packb(OF_A_TYPE), r"msgpack extension \(type 39\)"),
+        (b"\x91" * 100_000, "msgpack map"),
+    ],
+    ids=["version", "missing field", "extension type", "deep nesting"],
+)
+def test_header_that_cannot_be_read_is_refused(header: bytes, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words) as caught:
         decode(header)
-    assert caught.value.code is Code.PROTOCOL_VERSION
+    assert (caught.value.code is Code.PROTOCOL_VERSION) == ("version" in words)
 
 
 HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
@@ -151,29 +159,15 @@ HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
         (HEARTBEAT, ["session"], "text", "heartbeat.session is 'text'"),
         (HEARTBEAT, ["loss"], [1], "heartbeat.loss is of type tuple"),
         (RELEASED, ["version", "tag"], "x", r"released\.version\.tag is 'x'"),
-        (
-            EVERY_KIND[0],
-            ["manifest", "entries", 0, "kind"],
-            "?",
-            "one of trainable, frozen, buffer",
-        ),
+        (EVERY_KIND[0], ["manifest", "entries", 0, "kind"], "?", "one of trainable, frozen, "),
     ],
 )
-def test_field_of_another_type_is_named(
-    message: Message, place: list[Any], value: object, words: str
-) -> None:
+def test_field_of_odd_type(message: Message, place: list[Any], value: object, words: str) -> None:
     plain = inner = msgpack.unpackb(encode(message))
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
     with pytest.raises(ProtocolError, match=words):
-        decode(msgpack.packb(plain))
-
-
-def test_missing_field_is_named() -> None:
-    plain = msgpack.unpackb(encode(Chunk(0, 1)))
-    del plain["index"]
-    with pytest.raises(ProtocolError, match=r"chunk\.index is missing"):
         decode(msgpack.packb(plain))
 
 
@@ -192,9 +186,7 @@ values = st.recursive(
 
 @pytest.mark.slow
 @given(st.sampled_from(EVERY_KIND), st.data())
-def test_any_value_in_any_field_is_taken_or_refused_with_a_sentence(
-    message: Message, data: st.DataObject
-) -> None:
+def test_any_value_in_any_field_is_taken_or_refused(message: Message, data: st.DataObject) -> None:
     plain = msgpack.unpackb(encode(message))
     field = data.draw(st.sampled_from([key for key in plain if key != "kind"]))
     plain[field] = data.draw(values)
@@ -204,11 +196,6 @@ def test_any_value_in_any_field_is_taken_or_refused_with_a_sentence(
     except ProtocolError as error:
         sentence = str(error)
     assert sentence.endswith(".")
-
-
-def test_deep_nesting_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="msgpack map"):
-        decode(b"\x91" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +244,3 @@ def test_longest_join_of_a_worker_that_comes_back_fits_into_a_header() -> None:
         extra={"note": "\U0001f600" * (MAX_EXTRA_LENGTH - 20)},
     )
     assert len(encode(in_a_header(join))) <= LONGEST_OF_A_STRANGER
-
-
-def test_extension_types_are_refused_wherever_they_are() -> None:
-    arguments = {"name": [msgpack.ExtType(39, b"abc")]}
-    header = {"v": 1, "kind": "control", "action": "set", "request": 1, "arguments": arguments}
-    with pytest.raises(ProtocolError, match=r"msgpack extension \(type 39\)"):
-        decode(msgpack.packb(header))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from inspect import iscoroutinefunction, signature
 
 import pytest
 
-from kit.feed_snapshots import Publisher
+from kit.dashboard_server import Publisher
 from kit.top_screen import ScreenPilot
 
 
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
-    with Publisher() as made:
+    with closing(Publisher()) as made:
         yield made
 
 

@@ -75,10 +75,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "reducer.submissions": ASYNC | {"reducer": {"submissions": 4711}},
     "reducer.waiting": ASYNC | {"reducer": {"waiting": 4711}},
     "missing": {"round": RICH["round"] | {"missing": ["wombat"]}},
-    "training": {
-        "round": RICH["round"] | {"missing": ["wombat"]},
-        "workers": [worker("wombat")],
-    },
+    "training": {"round": RICH["round"] | {"missing": ["wombat"]}, "workers": [worker("wombat")]},
     "why.reason": {"why": {"reason": "grace", "since_s": 4711.0}},
     "versions": {"fragments": [{"fragment": 0, "version": 4711}]},
     "contributions": {"fragments": [{"fragment": 0, "contributions": 4711}]},
@@ -225,10 +222,8 @@ def test_report_lists_every_setting_under_its_label(tmp_path: Path) -> None:
         settings = at_path(settings, path, f"value-{number}")
     for path in ("fragment_sync_delay", "num_fragments", "sync_every", "workers_wanted"):
         settings = at_path(settings, path, 4711)
-    page = Page(
-        page_of(facts_of(tmp_path, start(1e9, settings=settings), closed(1e9 + 40, 0, "a")))
-    )
-    text = page.text("settings")
+    facts = facts_of(tmp_path, start(1e9, settings=settings), closed(1e9 + 40, 0, "a"))
+    text = Page(page_of(facts)).text("settings")
     for number, (path, field) in enumerate(SETTINGS.items()):
         assert REPORT in field.shown
         value: Any = settings

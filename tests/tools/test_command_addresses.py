@@ -16,12 +16,8 @@ from kit.whole_run import make_config
 # Each command, and what it cannot do without; the name that the option had before.
 STEERING = ["status", "save", "kick", "set", "pause", "resume", "shutdown"]
 STEERING += ["save-all", "stop-all", "promote"]
-MORE = {
-    "kick": ("w0", "--yes"),
-    "set": ("--quorum", "1"),
-    "shutdown": ("--yes",),
-    "stop-all": ("-y",),
-}
+MORE = {"kick": ("w0", "--yes"), "set": ("--quorum", "1"), "stop-all": ("-y",)}
+MORE["shutdown"] = ("--yes",)
 COMMANDS: dict[tuple[str, ...], str] = {
     **{("broker", name, *MORE.get(name, ())): "--address" for name in STEERING},
     ("broker", "export"): "--address",
@@ -33,11 +29,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("dashboard",): "--feed",
     ("export-metrics",): "--feed",
 }
-NEED_ONE = (
-    ("broker", "plan"),
-    ("broker", "standby", "--check"),
-    ("worker", "run", "--", "true"),
-)
+NEED_ONE = (("broker", "plan"), ("broker", "standby", "--check"), ("worker", "run", "--", "true"))
 WAYS = ("positional", "--server", "variable", "former")
 NONE = "tcp://host:"  # no address: it lacks a port
 
@@ -110,17 +102,13 @@ def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
-def test_control_address_is_enough_for_every_command(
-    broker: Broker, words: tuple[str, ...], said: str, way: str
-) -> None:
+def test_control_address_alone(broker: Broker, words: tuple[str, ...], said: str, way: str) -> None:
     """Displays ask at it for the feed, which is at a port of its own."""
     assert said in call(words, broker.address, way).output
 
 
 @pytest.mark.parametrize("kind", ["file", "several"])
-def test_file_and_several_addresses_are_taken_by_operators_and_displays(
-    broker: Broker, tmp_path: Path, kind: str
-) -> None:
+def test_file_and_several_addresses_are_taken(broker: Broker, tmp_path: Path, kind: str) -> None:
     file = tmp_path / "address"
     write_address(file, broker.address, broker.feed_address)
     address = f"file://{file}" if kind == "file" else f"tcp://127.0.0.1:1,{broker.address}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_protocol.monitor.fields import columns
@@ -41,19 +41,10 @@ def snapshot(**keys: Any) -> Snapshot:
     return parse_snapshot(frame(a_status(**keys)))
 
 
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    with closing(Publisher()) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     """A dashboard that has heard one snapshot, and whose control address does not answer."""
-    with (
-        closing(Publisher()) as publisher,
-        serving(publisher.address, control=NOBODY) as made,
-    ):
+    with closing(Publisher()) as publisher, serving(publisher.address, control=NOBODY) as made:
         publisher.says()
         made.await_state(sequence=7)
         yield made
@@ -76,9 +67,7 @@ class TestPolicy:
             ("gpu-box", ["GPU-box:8514"], ["evil.example"]),
         ],
     )
-    def test_only_names_of_this_machine_are_let_in(
-        self, bound: str, own: list[str], foreign: list[str]
-    ) -> None:
+    def test_other_hosts_are_refused(self, bound: str, own: list[str], foreign: list[str]) -> None:
         policy = Policy(bound)
         let_in = [host for host in own + foreign if policy.of_request({"host": host}) is None]
         assert let_in == own
@@ -218,14 +207,8 @@ class TestPage:
         assert "The MIT License" in (folder / "LICENSE").read_text()
 
     def test_no_other_file_is_served(self, site: Site) -> None:
-        for path in (
-            "/nothing",
-            "/assets/no.js",
-            "/assets/../app.py",
-            "/assets/%2e%2e/app.py",
-            "/assets/",
-            "/api/",
-        ):
+        files = ("no.js", "../app.py", "%2e%2e/app.py", "")
+        for path in ("/nothing", "/api/", *(f"/assets/{file}" for file in files)):
             assert site.get(path).status == 404, path
 
     def test_every_answer_has_the_headers_that_protect_it(self, site: Site) -> None:
@@ -303,9 +286,7 @@ class TestSteering:
         parts = (b" " * 1024 for _ in range(5))  # no length is announced
         assert site.request("POST", "/api/control", parts, **BEARER, **JSON).status == 413
 
-    def test_a_body_that_does_not_come_is_not_waited_for(
-        self, site: Site, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_missing_body_times_out(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(app, "BODY_S", 0.05)
         head = (
             f"POST /api/control HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
@@ -329,9 +310,7 @@ class TestSteering:
             assert (session["steering"], session["needs_token"]) == (False, False)
             assert "--readonly" in session["reason"]
 
-    def test_broker_that_does_not_answer_is_a_sentence(
-        self, site: Site, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_silent_broker_is_a_sentence(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(app, "ask_once", partial(ask_once, timeout=0.05))
         answer = site.orders({"action": "pause"})
         assert answer.status == 504
@@ -343,9 +322,7 @@ class TestSteering:
             assert site.orders({"action": "pause"}).status == 429
 
     def test_orders_reach_the_broker_and_its_sentences_come_back(self) -> None:
-        config = BrokerConfig(
-            workers=2, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None
-        )
+        config = make_config(workers=2, save_dir=None)
         with Broker(config) as broker, serving(broker.feed_address) as site:
             site.await_state(mode="sync")
             done = site.orders({"action": "set", "outer_lr": 0.5})
@@ -391,9 +368,8 @@ class TestPolling:
         with serving(publisher.address) as site:
             publisher.says()
             first = site.await_state(sequence=7)
-            wait_for(
-                lambda: site.get("/api/state").json["words"]["facts"] != first["words"]["facts"]
-            )
+            before = first["words"]["facts"]
+            wait_for(lambda: site.get("/api/state").json["words"]["facts"] != before)
             assert site.get("/api/state").json["age_s"] > first["age_s"]
 
     def test_clock_that_is_none_is_refused(self, site: Site) -> None:
@@ -414,17 +390,14 @@ class TestPolling:
 
 
 class TestEnd:
-    def test_server_ends_at_once_though_pages_are_open_and_one_reads_nothing(
-        self, publisher: Publisher
-    ) -> None:
+    def test_server_ends_at_once_though_a_page_reads_nothing(self, publisher: Publisher) -> None:
         with ExitStack() as after:
             with serving(publisher.address) as site:
                 publisher.says(workers=[a_worker(f"w{n}", host="h" * 500) for n in range(500)])
                 site.await_state(sequence=7)
                 silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
-                after.enter_context(silent).sendall(
-                    b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
-                )
+                asked = b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                after.enter_context(silent).sendall(asked)
                 began = time.monotonic()
             assert time.monotonic() - began < PATIENCE_S / 2, "it waits for no page"
 

@@ -41,11 +41,8 @@ def fetch(address: str, token: str | None = None) -> Any:
 
 
 class TestStart:
-    def test_it_prints_one_address_that_steers(self) -> None:
-        with (
-            closing(Publisher()) as publisher,
-            started(MODULE, "--feed", publisher.address) as (process, address),
-        ):
+    def test_it_prints_one_address_that_steers(self, publisher: Publisher) -> None:
+        with started(MODULE, "--feed", publisher.address) as (process, address):
             base, token = address.split("/?token=")
             assert re.fullmatch(r"http://127\.0\.0\.1:\d+", base)
             assert len(token) >= 40
@@ -75,12 +72,10 @@ class TestStart:
             (("--replay", "/no/such"), "/no/such"),
         ],
     )
-    def test_what_cannot_be_is_one_sentence(self, arguments: tuple[str, ...], said: str) -> None:
+    def test_bad_options_are_refused(self, arguments: tuple[str, ...], said: str) -> None:
         assert said in refusal(app, *arguments)
 
-    def test_port_in_use_is_one_sentence_and_closes_the_feed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_port_in_use_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         closed: list[None] = []
         close = FeedSubscriber.close
         monkeypatch.setattr(FeedSubscriber, "close", lambda feed: closed.append(close(feed)))
@@ -135,9 +130,7 @@ class TestReplay:
         assert rounds[0][0] == pytest.approx(40.0), "seconds since the start"
         assert outline["series"]["speeds"].keys() == {"a", "b"}
 
-    def test_a_long_run_is_thinned_and_keeps_its_end(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_long_run_is_thinned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("diloco_tools.monitor.web.source.REPLAY_POINTS", 10)
         past = ReplaySource.of_file(write_run(tmp_path, rounds=95))
         rounds = json.loads(past.outline())["series"]["rounds"]

@@ -13,16 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from diloco_tools.demo.cli import app
-from diloco_tools.demo.data import (
-    DataError,
-    Document,
-    load_text,
-    split_documents,
-    training_batches,
-)
-from diloco_tools.demo.experiment import (
-    same_tokens_options,
-)
+from diloco_tools.demo.data import DataError, Document, load_text, split_documents, training_batches
+from diloco_tools.demo.experiment import same_tokens_options
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
 from diloco_tools.terminal import installed
@@ -44,9 +36,7 @@ def a_text(tmp_path: Path, size: int) -> Path:
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(2, [95, 95]), (3, [64, 63, 63])])
-def test_a_twentieth_is_held_out_and_the_rest_is_in_shards_of_equal_size(
-    count: int, sizes: list[int]
-) -> None:
+def test_a_twentieth_is_held_out_and_the_rest_is_sharded(count: int, sizes: list[int]) -> None:
     given = documents(200)
     held_out, shards = split_documents(given, count)
     assert [len(shard) for shard in shards] == sizes
@@ -93,9 +83,7 @@ def test_batches_are_windows_of_the_text_and_targets_are_one_byte_later() -> Non
 # The model and its training.
 
 
-def test_training_script_trains_alone_without_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script_trains_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SERVER", raising=False)
     log = tmp_path / "log.jsonl"
     options = f"train --log {log} --data {a_text(tmp_path, 10_000)} --steps 12 --batch 4"
@@ -125,9 +113,7 @@ def test_baseline_with_the_same_tokens_sees_as_much_text_as_all_workers_together
     assert RESULTS["diloco"]["tokens"] == SETTINGS.workers * RESULTS["single"]["tokens"]
 
 
-def test_command_to_watch_with_is_one_that_the_shell_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_command_is_one_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "an env" / "bin"
     folder.mkdir(parents=True)
     (folder / "diloco-top").touch(0o755)
@@ -151,9 +137,7 @@ def test_command_to_watch_with_is_one_that_the_shell_finds(
         (["--data", "/nonexistent"], "does not exist"),
     ],
 )
-def test_bad_options_give_one_sentence_and_exit_code_2(
-    arguments: list[str], words: str, tmp_path: Path
-) -> None:
+def test_bad_options_give_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["--out", str(tmp_path / "out"), *arguments])
     assert answer.exit_code == 2
     assert words in answer.stderr
@@ -185,9 +169,7 @@ def test_children_are_ended_when_something_goes_wrong(tmp_path: Path) -> None:
         ("print('port in use', flush=True); os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )
-def test_a_child_that_ends_too_early_is_named_with_the_last_lines_of_its_log(
-    tmp_path: Path, last: str, told: str
-) -> None:
+def test_child_that_ends_early_is_named_with_its_log(tmp_path: Path, last: str, told: str) -> None:
     script = f"import os, sys; print('step 1'); {last}"
     with Children(tmp_path) as children:
         child = children.start("broker", [sys.executable, "-c", script])

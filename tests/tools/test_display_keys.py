@@ -71,7 +71,7 @@ def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> Non
         feed.receive(PATIENCE_S)
 
 
-def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(
+def test_revoked_key_is_said(
     keyed: Broker, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "KNOCK_AGAIN_S", 0.1)
@@ -96,22 +96,15 @@ def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(
 
 class TestCommands:
     @pytest.mark.parametrize("options", [("--once",), ("--json",), ("--once", "--follow")])
-    def test_top_ends_with_the_sentence_long_before_its_timeout(
-        self, keyed: Broker, options: tuple[str, ...]
-    ) -> None:
+    def test_top_is_refused_at_once(self, keyed: Broker, options: tuple[str, ...]) -> None:
         result = top(keyed.feed_address, *options, "--timeout", "500", DILOCO_KEYS="")
         assert (result.exit_code, result.stdout) == (2, "")
         assert re.match(f"diloco-top: {WANTED}", result.stderr)
 
-    def test_top_takes_a_key_file_or_the_folder_or_the_variable(
-        self, keyed: Broker, folder: KeyFolder
-    ) -> None:
+    def test_top_takes_key_file_folder_or_variable(self, keyed: Broker, folder: KeyFolder) -> None:
         file = str(file_of(folder, "display"))
-        for options, variable in (
-            (("--keys", file), ""),
-            (("--keys", str(folder.path)), ""),
-            ((), file),
-        ):
+        ways = ((("--keys", file), ""), (("--keys", str(folder.path)), ""), ((), file))
+        for options, variable in ways:
             result = top(keyed.feed_address, "--once", *options, DILOCO_KEYS=variable)
             assert "round one needs 2" in result.stdout, result.stderr
 
@@ -130,9 +123,7 @@ class TestCommands:
             ("allowed", "has no key of a"),
         ],
     )
-    def test_what_is_no_key_is_one_sentence_of_each_command(
-        self, folder: KeyFolder, name: str, said: str
-    ) -> None:
+    def test_invalid_key_is_one_sentence(self, folder: KeyFolder, name: str, said: str) -> None:
         file = str(folder.path / name)
         assert said in refusal(dashboard_app, "--port", "0", "--keys", file)
         assert said in refusal(exporter_app, "--port", "0", "--keys", file)
@@ -152,10 +143,7 @@ class TestCommands:
 class TestScreen:
     @pytest.mark.parametrize(
         ("name", "said"),
-        [
-            ("anna", "No round closes: workers train"),
-            ("display", "The monitor display may not"),
-        ],
+        [("anna", "No round closes: workers train"), ("display", "The monitor display may not")],
     )
     def test_key_that_pauses_the_run_is_an_operator_s(
         self, keyed: Broker, folder: KeyFolder, name: str, said: str
@@ -194,9 +182,7 @@ class TestScreen:
 
 
 class TestPage:
-    def test_page_with_another_key_says_why_it_only_shows(
-        self, keyed: Broker, folder: KeyFolder
-    ) -> None:
+    def test_page_without_a_key_to_steer_says_so(self, keyed: Broker, folder: KeyFolder) -> None:
         policy = Policy("127.0.0.1", TOKEN, reader=GUESTS["display"])
         with serving(keyed.feed_address, policy=policy, keys=key(folder, "display")) as site:
             site.await_state(security="keys")

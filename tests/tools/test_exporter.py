@@ -34,6 +34,17 @@ def by_label(name: str, samples: Samples) -> dict[str, float]:
     return {labels[0]: value for (each, labels), value in samples.items() if each == name}
 
 
+ONE = worker("a", sync_age_s=2.0)
+OF_A_WORKER: list[tuple[dict[str, Any], list[str]]] = [
+    ({"round": None}, ["round"]),
+    ({"loss": None}, ["loss"]),
+    ({"sync_age_s": None}, ["sync_age_seconds"]),
+    ({"sync_every": 0}, ["sync_every_steps"]),
+    ({"steps_per_s": None}, ["steps_per_second"]),
+    ({"health": "lost"}, ["inner_steps", "steps_per_second"]),  # it does not train
+]
+
+
 class TestMapping:
     def test_every_figure_of_the_feed_has_its_metric(self) -> None:
         matches("exporter.txt", scraped(status(), received=8, unreadable=3))
@@ -74,9 +85,7 @@ class TestMapping:
         ],
         ids=["none", "some", "older broker"],
     )
-    def test_refused_pushes_go_by_the_known_reasons(
-        self, totals: dict[str, Any], counted: dict[str, int]
-    ) -> None:
+    def test_refusals_by_reason(self, totals: dict[str, Any], counted: dict[str, int]) -> None:
         none = dict.fromkeys([*(code.value for code in Code), "other"], 0)
         seen = exported(status(totals=totals))
         assert by_label("diloco_refused_pushes_total", seen) == none | counted
@@ -106,33 +115,17 @@ class TestMapping:
             # No counter is below zero or endless.
             ({"totals": {"rounds": -1}}, ["rounds_total"]),
             ({"loop": {"cpu_s": math.inf}}, ["broker_cpu_seconds_total"]),
+            *(
+                ({"workers": [ONE | keys]}, [f"worker_{name}" for name in gone])
+                for keys, gone in OF_A_WORKER
+            ),
         ],
         ids=str,
     )
     def test_what_is_not_known_has_no_sample(self, keys: dict[str, Any], gone: list[str]) -> None:
         left_out = {f"diloco_{name}" for name in gone}
-        assert left_out <= names(exported(status()))
+        assert left_out <= names(exported(status(workers=[ONE])))
         assert not left_out & names(exported(status(**keys)))
-
-    @pytest.mark.parametrize(
-        ("keys", "gone"),
-        [
-            ({"round": None}, ["round"]),
-            ({"loss": None}, ["loss"]),
-            ({"sync_age_s": None}, ["sync_age_seconds"]),
-            ({"sync_every": 0}, ["sync_every_steps"]),
-            ({"steps_per_s": None}, ["steps_per_second"]),
-            ({"health": "lost"}, ["inner_steps", "steps_per_second"]),  # it does not train
-        ],
-        ids=str,
-    )
-    def test_what_is_not_known_of_a_worker_has_no_sample(
-        self, keys: dict[str, Any], gone: list[str]
-    ) -> None:
-        one = {"sync_age_s": 2.0} | keys
-        assert not {f"diloco_worker_{name}" for name in gone} & names(
-            exported(status(workers=[worker("a", **one)]))
-        )
 
     def test_fragments_with_series_are_bounded(self) -> None:
         seen = exported(status(fragments=[{"fragment": number} for number in range(1000)]))

@@ -44,18 +44,13 @@ def told(stage: Stage, name: str = "a") -> tuple[int, float | None]:
     return found["inner_step"], found["inner_age_s"]
 
 
-def test_report_ages_by_the_brokers_clock() -> None:
-    stage, (a, _) = a_run("a", "b")
+def test_report_ages_and_what_the_broker_concludes_is_not_a_report() -> None:
+    stage, (a, b) = a_run("a", "b")
+    assert told(stage) == (0, None), "a version is being sent; it is unknown when it is merged"
     a.sends(Heartbeat(a.token(), 7, inner_step=7))
     assert told(stage) == (7, 0.0)
     stage.passes(12.0)
     assert told(stage) == (7, 12.0)
-
-
-def test_what_the_broker_concludes_is_no_report() -> None:
-    stage, (a, b) = a_run("a", "b")
-    assert told(stage) == (0, None), "a version is being sent; it is unknown when it is merged"
-    a.sends(Heartbeat(a.token(), 7, inner_step=7))
     a.begins(11, steps=10)
     assert told(stage) == (10, None), "it waits for the round"
     a.sends(Heartbeat(a.token(), 10, inner_step=10, state="waiting"))
@@ -102,9 +97,7 @@ def estimate(after_s: float = 0.0, timeout: float = 120.0, **keys: Any) -> int |
     ],
     ids=str,
 )
-def test_steps_are_the_report_and_what_the_pace_makes_since(
-    keys: dict[str, Any], expected: int | None
-) -> None:
+def test_steps_since_a_report_are_estimated(keys: dict[str, Any], expected: int | None) -> None:
     assert estimate(**keys) == expected
 
 

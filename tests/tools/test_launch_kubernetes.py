@@ -179,9 +179,8 @@ def made_here(words: list[str], folder: Path) -> list[str]:
     for word in words:
         local = re.sub(r"(?<![\w.])/(keys|secret|data)\b", rf"{folder}/\1", word)
         local = re.sub(r"tcp://0\.0\.0\.0:\d+", "tcp://127.0.0.1:*", local)
-        found.append(
-            local.replace("diloco-broker serve", f"{sys.executable} -m diloco_broker serve")
-        )
+        serve = f"{sys.executable} -m diloco_broker serve"
+        found.append(local.replace("diloco-broker serve", serve))
     return found
 
 

@@ -88,9 +88,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launcher(
-    processes: Processes,
-) -> None:
+def test_no_process_outlives_a_restart_or_the_launcher(processes: Processes) -> None:
     command = f"python {write(processes, TRAINS_UNTIL_IT_IS_STOPPED)}; true"
     made = launch(processes, "--sync-every", "10", "--", "sh", "-c", command)
     wait_for(lambda: "closed" in log(processes, "broker"), WITHIN_S)
@@ -112,9 +110,7 @@ def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launche
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_is_restarted_as_often_as_allowed_and_its_last_lines_are_shown(
-    processes: Processes,
-) -> None:
+def test_failing_script_is_restarted_and_its_end_is_shown(processes: Processes) -> None:
     script = write(processes, "raise ValueError('no such data set')")
     made = launch(processes, "-n", "1", "--restarts", "1", "--", script)
     assert made.ends(WITHIN_S) == 1, made.output
@@ -158,9 +154,7 @@ def test_what_cannot_be_started_is_refused_in_a_sentence(
     assert [each.name for each in tmp_path.iterdir()] == ["script.py"], "and nothing is written"
 
 
-def test_each_worker_has_a_name_a_shard_and_its_part_of_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_has_a_name_shard_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_KEYS", "of-another-run.key")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))

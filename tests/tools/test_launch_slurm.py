@@ -15,11 +15,8 @@ from diloco_tools.launch.cli import app
 from diloco_tools.launch.slurm import folder as folders
 from diloco_tools.launch.slurm.scripts import SlurmRun, broker_script, islands_script
 
-TEXT = st.text(
-    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")),
-    min_size=1,
-    max_size=20,
-)
+PRINTABLE = st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp"))
+TEXT = st.text(PRINTABLE, min_size=1, max_size=20)
 
 
 def a_run(**given: object) -> SlurmRun:
@@ -78,10 +75,8 @@ def test_words_of_the_user_reach_the_command_as_they_are(words: list[str], path:
         assert is_bash(script)
     start = islands_script(run)
     line = start[start.index("--label ") + len("--label ") : start.index(" &\nchild=$!")]
-    shown = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, timeout=20
-    )
-    assert shown.stdout.decode().split("\0")[:-1] == words
+    command = ["bash", "-c", f"printf '%s\\0' {line}"]
+    assert subprocess.check_output(command, timeout=20).decode().split("\0")[:-1] == words
 
 
 @pytest.mark.slow
@@ -128,9 +123,7 @@ def test_wrong_use_gets_a_sentence_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_without_slurm_the_scripts_are_written_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_are_written_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["slurm", "--islands", "1", "--submit", "--", "true"]
     done = CliRunner().invoke(app, words, env={"PATH": str(tmp_path)})

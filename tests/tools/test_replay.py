@@ -50,21 +50,11 @@ def names(snapshot: Snapshot) -> list[str]:
 class TestMoments:
     def test_a_round_is_shown_with_all_that_was_written_down(self, tmp_path: Path) -> None:
         moment = past(tmp_path, start(100.0), closed(160.0, 7, "a", "b", loss=None))[1]
-        told: dict[str, Any] = {
-            "round": 7,
-            "sync_every": 500,
-            "step": 3500,
-            "steps_per_s": 12.5,
-            "loss": 2.4,
-        }
+        told: dict[str, Any] = {"round": 7, "sync_every": 500, "step": 3500}
+        told |= {"steps_per_s": 12.5, "loss": 2.4}
         told |= {"sync_age_s": 0.0, "bytes_up": 3500, "bytes_down": 7000}
-        last: dict[str, Any] = {
-            "version": 8,
-            "seconds": 40.0,
-            "averaged": 2,
-            "weight": 2.0,
-            "delta_norm": 0.01,
-        }
+        last: dict[str, Any] = {"version": 8, "seconds": 40.0, "averaged": 2, "weight": 2.0}
+        last["delta_norm"] = 0.01
         assert moment.at == 160.0
         assert moment.snapshot == Snapshot(
             feed=1,
@@ -93,11 +83,8 @@ class TestMoments:
         assert raw["num_fragments"] == 1
 
     def test_ages_go_on_between_rounds_and_figures_do_not(self, tmp_path: Path) -> None:
-        lines = [
-            event(130.0, "b joined"),
-            closed(160.0, 0, "a"),
-            event(175.0, "b left", level="warning"),
-        ]
+        left = event(175.0, "b left", level="warning")
+        lines = [event(130.0, "b joined"), closed(160.0, 0, "a"), left]
         moments = past(tmp_path, start(100.0), *lines)
         seen = moments[3].snapshot
         assert seen.round is not None
@@ -128,9 +115,7 @@ class TestMoments:
         told = moments[2].snapshot.reducer
         assert (told.quorum, told.submissions, told.waiting) == (2, 0, 0)
 
-    def test_the_last_twenty_events_are_in_it_and_the_end_is_one_and_a_state(
-        self, tmp_path: Path
-    ) -> None:
+    def test_the_last_twenty_events_are_kept_with_the_end(self, tmp_path: Path) -> None:
         lines = [event(float(number), f"event {number}") for number in range(29)]
         stop = line("stop", 30.0, text="SIGTERM")
         seen = past(tmp_path, start(0.0), closed(5.0, 0, "a"), *lines, stop)[-1].snapshot
@@ -138,9 +123,7 @@ class TestMoments:
         assert [(each.sequence, each.text) for each in seen.events] == list(enumerate(texts, 11))
         assert (seen.state, names(seen)) == ("stopping", ["a"])
 
-    def test_a_restart_shows_nothing_of_the_life_before_but_its_events(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_restart_keeps_only_the_events(self, tmp_path: Path) -> None:
         moments = past(
             tmp_path,
             start(0.0),
@@ -160,9 +143,7 @@ class TestMoments:
 
 
 class TestWorkers:
-    def test_those_that_contributed_last_are_shown_as_many_as_were_alive(
-        self, tmp_path: Path
-    ) -> None:
+    def test_those_that_contributed_last_are_shown(self, tmp_path: Path) -> None:
         """In asynchronous mode each line has one contributor."""
         lines = [closed(float(n), n, name, alive=3) for n, name in enumerate("abcabd")]
         seen = past(tmp_path, start(0.0, mode="async"), *lines)[-1].snapshot
@@ -178,9 +159,7 @@ class TestWorkers:
 
 
 class TestFiles:
-    def test_the_older_file_comes_first_though_it_is_rotated_meanwhile(
-        self, tmp_path: Path
-    ) -> None:
+    def test_the_older_file_comes_first(self, tmp_path: Path) -> None:
         older = write(tmp_path / "history.1.jsonl", start(0.0), closed(5.0, 0, "a"))
         assert len(read_history(tmp_path)) == 2, "a folder will do"
         path = write(tmp_path / "history.jsonl", closed(9.0, 1, "a"))
@@ -212,17 +191,14 @@ class TestFiles:
         ids=lambda damaged: repr(damaged)[:40],
     )
     def test_a_damaged_line_is_counted_and_passed_over(self, tmp_path: Path, damaged: Any) -> None:
-        path = write(
-            tmp_path / "history.jsonl", start(0.0), damaged, closed(5.0, 0, "a"), event(6.0, "x")
-        )
+        lines = (start(0.0), damaged, closed(5.0, 0, "a"), event(6.0, "x"))
+        path = write(tmp_path / "history.jsonl", *lines)
         history = read_history(path)
         assert history.skipped == 1
         assert [moment.at for moment in history] == [0.0, 5.0, 6.0]
         assert history[-1].snapshot.last_round is not None
 
-    def test_a_cut_last_line_empty_ones_and_those_of_a_newer_broker_cost_nothing_else(
-        self, tmp_path: Path
-    ) -> None:
+    def test_cut_empty_or_newer_lines_cost_nothing_else(self, tmp_path: Path) -> None:
         odd = line("weather", 2.0, sky="blue")
         lines = (start(0.0), b"", b"  ", odd, closed(5.0, 0, "a", mood="good"))
         path = write(tmp_path / "history.jsonl", *lines)

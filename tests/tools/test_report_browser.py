@@ -65,9 +65,7 @@ def read(page: Page, plot: str, *keys: str) -> str:
     return " ".join(page.locator(f"#plot-{plot} .u-legend .u-value").all_inner_texts())
 
 
-def test_page_draws_its_curves_and_fetches_nothing(
-    report: str, opened: Callable[..., Page]
-) -> None:
+def test_page_draws_and_fetches_nothing(report: str, opened: Callable[..., Page]) -> None:
     page = opened(report)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -83,9 +81,7 @@ def test_page_draws_its_curves_and_fetches_nothing(
     assert read(page, "speeds", "Home").startswith("22:13:29 UTC ")
 
 
-def test_tables_have_what_happened_and_nothing_can_be_steered(
-    report: str, opened: Callable[..., Page]
-) -> None:
+def test_tables_show_the_run_without_control(report: str, opened: Callable[..., Page]) -> None:
     page = opened(report)
     workers = page.locator("#workers tbody tr")
     playwright.expect(workers).to_have_count(2)
@@ -96,9 +92,7 @@ def test_tables_have_what_happened_and_nothing_can_be_steered(
     assert page.locator("#control").is_hidden() and page.locator(".kick").count() == 0
 
 
-def test_page_is_dark_for_who_wants_it_and_light_on_paper(
-    report: str, opened: Callable[..., Page]
-) -> None:
+def test_page_is_dark_or_light_on_paper(report: str, opened: Callable[..., Page]) -> None:
     page = opened(report, color_scheme="dark")
     playwright.expect(page.locator("#workers tbody tr")).to_have_count(2)
     dark = page.evaluate(COLOUR)

@@ -30,9 +30,8 @@ class TestRounds:
         closed = LastRound(7, 2, seconds=41.2, averaged=3, loss=2.4, delta_norm=0.01, staleness=1)
         later = LastRound(8, seconds=2.0)
         rounds = (None, closed, closed, closed, later)
-        series = series_of(
-            *((snapshot(n, n, last_round=each), 100.0 + n) for n, each in enumerate(rounds))
-        )
+        news = ((snapshot(n, n, last_round=each), 100.0 + n) for n, each in enumerate(rounds))
+        series = series_of(*news)
         assert series.rounds == [(101.0, closed), (104.0, later)]
 
     def test_a_restart_keeps_rounds_and_a_round_done_again_is_another_point(self) -> None:
@@ -65,9 +64,7 @@ class TestScale:
             ([5.0], (5.0, 5.0)),
         ],
     )
-    def test_is_that_of_the_newer_values(
-        self, values: list[float], scale: tuple[float, float]
-    ) -> None:
+    def test_fits_the_newer_values(self, values: list[float], scale: tuple[float, float]) -> None:
         assert recent_scale(values) == scale
 
 
@@ -103,17 +100,14 @@ class TestScale:
         ),
     ],
 )
-def test_network_is_bytes_over_the_uptime_of_the_broker(
-    news: list[tuple[Snapshot, float]], network: list[Rate]
-) -> None:
+def test_network_rate_by_uptime(news: list[tuple[Snapshot, float]], network: list[Rate]) -> None:
     assert series_of(*news).network == network
 
 
 def test_cpu_is_the_share_of_a_core_over_the_last_seconds_of_a_life() -> None:
     def at(sequence: int, spent: float, **keys: Any) -> tuple[Snapshot, float]:
-        return snapshot(
-            sequence, **{"uptime_s": float(sequence), **keys}, loop=Loop(cpu_s=spent)
-        ), 0.0
+        whole = {"uptime_s": float(sequence), "loop": Loop(cpu_s=spent), **keys}
+        return snapshot(sequence, **whole), 0.0
 
     news = [at(n, n * (0.1 if n < 10 else 0.5)) for n in range(20)]
     assert series_of().cpu is series_of(news[0]).cpu is None
@@ -144,9 +138,7 @@ class TestWorkers:
             ([Worker("a", bytes_up=each) for each in (100, 200, 50)], 0, False),
         ],
     )
-    def test_what_is_kept_of_one(
-        self, workers: list[Worker | None], speeds: int, has_rate: bool
-    ) -> None:
+    def test_kept_figures(self, workers: list[Worker | None], speeds: int, has_rate: bool) -> None:
         series = series_of(
             *(
                 (snapshot(n, n, workers=(each,) if each else ()), float(n))

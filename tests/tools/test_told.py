@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.status_text import as_text
-from diloco_broker.config import BrokerConfig
+from diloco_broker.core.operations.status import round_line
+from diloco_broker.core.relays.relay import Relay
 from diloco_protocol.feed import Asynchronous, Liveness, parse_snapshot
 from diloco_protocol.monitor.fields import STATUS
 from diloco_protocol.monitor.rows import rows_of
-from kit.core_harness import a_run, a_stage
-from kit.feed_snapshots import frame, worker
-from kit.top_screen import document
+from diloco_tools.monitor.terminal.scene import View
+from kit.core_harness import FIGURES, a_run, a_stage
+from kit.exporter_scrapes import exported
+from kit.feed_snapshots import frame, status, worker
+from kit.past_runs import closed, start
+from kit.process_kit import LOCAL
+from kit.report_pages import facts_of
+from kit.top_screen import LARGE, SMALL, ScreenPilot, document, screen, shown, snapshot
+from kit.top_screen import shown as screen_of
+from kit.top_text import drawn
 from kit.unit_workers import UnitWorker
 
 PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
@@ -189,3 +201,116 @@ def test_status_of_many_workers_fits_a_screen_and_keeps_those_that_are_not_well(
 def test_status_never_fails(loss: float | None, pace: float | None, name: str) -> None:
     one = worker(name, loss=loss, steps_per_s=pace, host=name)
     assert as_text(document(1, workers=[one]))
+
+
+# Workers that come through relays: which relay it is, wherever one is shown, and how the relays are.
+
+
+DIRECT = worker("a")
+CREW = [DIRECT, worker("b", via="north"), worker("c", via="north-room1")]
+TEXTS: list[Callable[[dict[str, Any]], str]] = [
+    as_text,
+    lambda document: drawn(document, 140),
+    lambda document: shown(document, (140, 40)),
+]
+
+
+@pytest.mark.parametrize("draw", TEXTS, ids=["status", "one screen", "full screen"])
+def test_column_shows_relays_if_there_are_any(draw: Callable[[dict[str, Any]], str]) -> None:
+    text = draw(status(workers=CREW))
+    assert " via " in text.lower() and "north-room1" in text
+    assert " via " not in draw(status(workers=[DIRECT])).lower()
+
+
+def test_filter_finds_those_that_come_through_a_relay() -> None:
+    workers = parse_snapshot(frame(status(workers=CREW))).workers
+    assert [each.id for each in View(wanted="NORTH").rows(workers)] == ["b", "c"]
+    assert [each.id for each in View(wanted="room1").rows(workers)] == ["c"]
+
+
+def test_core_tells_it_in_the_feed_and_in_the_history() -> None:
+    stage, _ = a_run("a", "b")
+    member = stage.state.members.named("b")
+    assert member is not None
+    member.relay = Relay("north", 1, b"", b"", 0.0, combines=True)
+    for puppet in stage.puppets.values():
+        puppet.pushes(7)
+    line = round_line(stage.state, stage.reports[-1], FIGURES)
+    for told in (stage.shown()["workers"], line["workers"]):
+        assert {each["id"]: each["via"] for each in told} == {"a": "", "b": "north"}
+
+
+def test_report_has_the_last_relay_of_each_worker(tmp_path: Path) -> None:
+    lines = [start(1e9), closed(1e9 + 40, 0, "a", "b"), closed(1e9 + 80, 1, "a", "b")]
+    lines[1]["workers"][0]["via"], lines[2]["workers"][0]["via"] = "south", "north"
+    facts = facts_of(tmp_path, *lines)
+    assert {each.id: each.via for each in facts.workers} == {"a": "north", "b": ""}
+
+
+def test_relay_is_silent_from_ten_seconds_on() -> None:
+    relay = {"name": "south", "workers": 1, "held_bytes": 0, "silent_s": 4.0}
+    document = status(relays=[relay])
+    assert "silent" not in drawn(document)
+    assert "south 1 worker, silent 11 s" in drawn(document, later_s=7.0)
+
+
+# How the door of a broker is: in the feed, and in everything that shows it.
+
+
+OPEN = "tcp://0.0.0.0:8512"
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({}, "loopback"),
+        ({"insecure": True}, "loopback"),
+        ({"bind": OPEN, "insecure": True}, "INSECURE"),
+        ({"feed": OPEN, "insecure": True}, "INSECURE"),
+        ({"bind": OPEN, "feed": OPEN, "keys": "keys"}, "keys"),
+        ({"bind": OPEN, "keys": "keys", "insecure": True}, "keys"),
+    ],
+)
+def test_feed_says_who_may_connect(options: dict[str, Any], word: str) -> None:
+    shown = a_stage(**options).shown()
+    assert shown["security"] == word
+    assert parse_snapshot(frame(shown)).security == word
+
+
+@pytest.mark.parametrize(("word", "is_warned"), [("INSECURE", True), ("loopback", False)])
+def test_broker_begins_with_a_warning_where_everybody_may_steer(
+    word: str, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(BrokerConfig, "security", word)  # nothing here listens to other machines
+    with caplog.at_level(logging.WARNING):
+        Broker(BrokerConfig(**LOCAL)).close()
+    warned = [each.message for each in caplog.records]
+    assert bool(warned) == is_warned
+    assert not warned or warned[0].startswith("INSECURE: ")
+
+
+@pytest.mark.parametrize("word", ["INSECURE", "keys", "loopback", None])
+def test_displays_say_insecure_and_nothing_of_a_locked_or_older_broker(word: str | None) -> None:
+    keys = {} if word is None else {"security": word}
+    is_open = word == "INSECURE"
+    header, *_ = drawn(status(**keys)).splitlines()
+    assert ("INSECURE" in header) == is_open
+    for size in (SMALL, LARGE):
+        header, *_ = screen_of(document(1, **keys), size, readonly=True).splitlines()
+        assert ("INSECURE" in header) == is_open
+        assert "● LIVE" in header
+    metric = exported(status(**keys)).get(("diloco_broker_insecure", ()))
+    assert metric == (None if word is None else float(is_open))
+
+
+@screen({"size": (80, 24)}, {"size": (140, 40)})
+async def test_insecure_is_red_and_stays_while_the_feed_is_late(pilot: ScreenPilot) -> None:
+    await pilot.hears(snapshot(42, security="INSECURE"), after_s=1.0)
+    (style,) = (each.style for each in pilot.strips()[0] if "INSECURE" in each.text)
+    assert style is not None
+    assert style.bold
+    assert style.color is not None
+    assert style.color.get_truecolor().red > 2 * style.color.get_truecolor().green
+    await pilot.waits(20)
+    assert "INSECURE" in pilot.lines()[0]
+    assert "STALE" in pilot.lines()[0]

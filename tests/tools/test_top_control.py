@@ -37,9 +37,7 @@ async def test_dialog_may_be_left_at_any_point_and_sends_nothing(
 
 
 class TestKick:
-    async def test_asks_states_the_consequence_and_sends_what_was_asked(
-        self, pilot: ScreenPilot
-    ) -> None:
+    async def test_states_the_consequence_and_sends_the_kick(self, pilot: ScreenPilot) -> None:
         """The table changes only when the feed says so."""
         pilot.broker.answer = Answer(True, "rtx-home was removed.")
         await pilot.press("down", "down", "down", "k")
@@ -60,9 +58,7 @@ class TestKick:
         await pilot.hears(snapshot(43, workers=rest), after_s=1.0)
         assert pilot.workers() == ["a100-0", "a100-1", "mac-mini", "xeon"]
 
-    async def test_dialog_kicks_whom_it_names_though_the_table_moves(
-        self, pilot: ScreenPilot
-    ) -> None:
+    async def test_kicks_whom_it_names_though_the_table_moves(self, pilot: ScreenPilot) -> None:
         await pilot.press("k")
         await pilot.hears(snapshot(42, workers=list(CREW[1:])), after_s=1.0)
         await pilot.press("y")

@@ -44,9 +44,7 @@ def following(*arguments: str) -> Iterator[IO[str]]:
             process.kill()
 
 
-def test_json_follow_is_a_line_for_each_snapshot_and_again_after_a_restart(
-    publisher: Publisher,
-) -> None:
+def test_json_follow_is_a_line_for_each_snapshot(publisher: Publisher) -> None:
     with following(publisher.address, "--json") as lines:
         publisher.await_subscriber()
         publisher.send(frame(status(sequence=1)))

@@ -27,9 +27,8 @@ def moments(count: int = 50) -> list[Moment]:
 def history(folder: Path) -> Path:
     """Six rounds, and the end."""
     rounds = [closed(BEGAN + 40 * n, n - 1, "a100-0", loss=3.1 - n / 10) for n in range(1, 7)]
-    return write(
-        folder / "history.jsonl", start(BEGAN), *rounds, line("stop", BEGAN + 300, text="SIGTERM")
-    )
+    ended = line("stop", BEGAN + 300, text="SIGTERM")
+    return write(folder / "history.jsonl", start(BEGAN), *rounds, ended)
 
 
 class TestPlayer:
@@ -153,9 +152,7 @@ class TestPrinted:
         assert all("monitor" in line for line in lines)
 
     @pytest.mark.parametrize("text", [None, "", "garbage\n"])
-    def test_what_is_no_history_exits_2_with_one_sentence(
-        self, tmp_path: Path, text: str | None
-    ) -> None:
+    def test_invalid_history_exits_with_2(self, tmp_path: Path, text: str | None) -> None:
         path = tmp_path / "history.jsonl"
         if text is not None:
             path.write_text(text)

@@ -109,9 +109,7 @@ def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["[/]", "[@click=app.quit]x", "x\\"])
 @screen({"size": LARGE})
-async def test_full_screen_and_its_dialogs_show_names_as_they_are(
-    pilot: ScreenPilot, name: str
-) -> None:
+async def test_full_screen_shows_names_verbatim(pilot: ScreenPilot, name: str) -> None:
     await pilot.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
     await pilot.sees(f" {name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
     await pilot.press("enter")

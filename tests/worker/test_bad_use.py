@@ -87,18 +87,16 @@ def test_unrelated_optimizer_or_model_is_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     fits = torch.optim.SGD(model.parameters(), lr=0.1)
     astray = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="SGD"):
-        given(model, astray)
-    with pytest.raises(UsageError, match="SGD"):
-        given(model, [fits, astray])
-    with pytest.raises(UsageError, match="optimizer is an empty list"):
-        given(model, [])
-    with pytest.raises(UsageError, match="optimizer is a str"):
-        given(model, [fits, "adam"])
-    with pytest.raises(UsageError, match="model is a str"):
-        given("model", fits)
-    with pytest.raises(UsageError, match="The model is a str"):
-        given([model, "model"], fits)
+    for of, by, words in (
+        (model, astray, "SGD"),
+        (model, [fits, astray], "SGD"),
+        (model, [], "optimizer is an empty list"),
+        (model, [fits, "adam"], "optimizer is a str"),
+        ("model", fits, "model is a str"),
+        ([model, "model"], fits, "The model is a str"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            given(of, by)
 
 
 def test_engine_and_optimizer_of_deepspeed_are_refused() -> None:
@@ -136,18 +134,14 @@ def test_sharded_parameters_are_refused(broker: Broker) -> None:
         DiLoCoWorker(model, optimizer, server=broker.address)
 
 
-def test_report_to_a_worker_that_is_not_started_warns_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_report_before_the_start_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     worker = Pipeline().worker(server="tcp://127.0.0.1:1", worker_id="forgotten")
     for _ in range(3):
         worker.report(loss=1.0)
     assert caplog.text.count("was made but not started") == 1
 
 
-@pytest.mark.parametrize(
-    ("keyword", "advice"), [("sync_evry", "did you mean sync_every"), ("nothing", "")]
-)
+@pytest.mark.parametrize(("keyword", "advice"), [("sync_evry", "mean sync_every"), ("nothing", "")])
 def test_unknown_keyword_is_refused_with_the_nearest(keyword: str, advice: str) -> None:
     pipeline = Pipeline()
     with pytest.raises(UsageError, match=f"'{keyword}'.*{advice}"):

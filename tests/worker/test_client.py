@@ -171,20 +171,22 @@ ONES = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
 
 
 @pytest.mark.parametrize(
-    ("delta", "sentence"),
+    ("fragments", "delta", "fragment", "sentence"),
     [
-        ({"weight": torch.ones(3, 3)}, "lacks 'bias'"),
-        (ONES | {"weight": torch.ones(1)}, r"weight has shape \[1\]"),
-        (ONES | {"bias": torch.full((3,), torch.nan)}, "not finite in bias"),
-        (ONES | {"odd": torch.ones(1)}, "does not train 'odd'"),
+        (1, {"weight": torch.ones(3, 3)}, None, "lacks 'bias'"),
+        (1, ONES | {"weight": torch.ones(1)}, None, r"weight has shape \[1\]"),
+        (1, ONES | {"bias": torch.full((3,), torch.nan)}, None, "not finite in bias"),
+        (1, ONES | {"odd": torch.ones(1)}, None, "does not train 'odd'"),
+        *((3, {}, each, f"fragment {each}, and this run has 3.* 0 to 2") for each in (None, 3, -1)),
+        (3, {"1.weight": torch.zeros(2, 2)}, 2, r"lacks '2\.weight'"),
     ],
 )
-def test_invalid_delta_is_refused_before_anything_is_sent(
-    talk: Talk, delta: dict[str, Tensor], sentence: str
+def test_invalid_push_is_never_sent(
+    talk: Talk, fragments: int, delta: dict[str, Tensor], fragment: int | None, sentence: str
 ) -> None:
-    talk.begins_with()
+    talk.begins_with(fragments=fragments)
     with pytest.raises(UsageError, match=sentence):
-        talk.client.push(delta)
+        talk.client.push(delta, fragment=fragment)
     talk.broker.hears_nothing_of(Push, 0.1)
 
 
@@ -219,24 +221,6 @@ def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
     assert result.versions == {0: version(7), 1: version(2), 2: version(7)}
     assert [the_value(result.tensors[f"{i}.bias"]) for i in range(3)] == [60, 50, 60]
     talk.descent.model.load_state_dict(result.tensors, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("fragment", "sentence"),
-    [
-        (None, "fragment None, and this run has 3.* 0 to 2"),
-        (3, "fragment 3, and this run has 3.* 0 to 2"),
-        (-1, "fragment -1, and this run has 3.* 0 to 2"),
-        (2, r"lacks '2\.weight'"),
-    ],
-)
-def test_push_needs_its_fragment_number_and_all_of_its_tensors(
-    talk: Talk, fragment: int | None, sentence: str
-) -> None:
-    talk.begins_with(fragments=3)
-    with pytest.raises(UsageError, match=sentence):
-        talk.client.push({"1.weight": torch.zeros(2, 2)}, fragment=fragment)
-    talk.broker.hears_nothing_of(Push, 0.05)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -372,14 +356,3 @@ def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     with pytest.raises(Refused, match="The run has no model yet") as caught:
         talk.done()
     assert caught.value.retry
-
-
-def test_status_and_control_return_what_the_broker_says(talk: Talk) -> None:
-    told = {"feed": 1, "workers": ({"id": "a"},)}
-    talk.does(talk.client.status)
-    assert talk.is_asked(lambda request: Result(request, True, "", told)).action == "status"
-    assert talk.done() == told
-    talk.does(talk.client.control, "kick", worker="b")
-    asked = talk.is_asked(lambda request: Result(request, False, "Worker b does not exist."))
-    assert (asked.action, asked.arguments) == ("kick", {"worker": "b"})
-    assert talk.done() == Result(asked.request, False, "Worker b does not exist.")

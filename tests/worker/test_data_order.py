@@ -67,9 +67,7 @@ def test_a_loader_that_is_used_again_keeps_its_order() -> None:
     assert [list(map(int, each)) for each in made] == [list(map(int, each)) for each in again]
 
 
-def test_data_read_in_order_by_several_workers_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_workers_that_read_in_order_are_warned(caplog: pytest.LogCaptureFixture) -> None:
     in_order: DataLoader[int] = DataLoader(NUMBERS, 8)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, "diloco.worker"):
         assert not give_own_order([in_order], lambda: (0, 1))
@@ -115,7 +113,7 @@ def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [FromNumpy, ReadOnly, Frozen])
-def test_a_sampler_whose_generator_cannot_be_replaced_is_left_alone(
+def test_odd_sampler_is_left_alone(
     kind: type[Sampler[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read(kind(), 2) == read(kind())
@@ -133,9 +131,9 @@ def test_broker_without_shares_does_not_end_training(caplog: pytest.LogCaptureFi
 # The share of the data: that of the environment, else of the broker.
 
 
-def test_variables_take_precedence_over_the_broker(
-    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_come_first(training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    descent = Descent()
+    assert DiLoCoWorker(descent.model, descent.optimizer).shard == (0, 1), "alone"
     worker = training.begins()
     with pytest.raises(UsageError, match="set DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS"):
         assert worker.shard, "this broker assigns none"
@@ -144,11 +142,6 @@ def test_variables_take_precedence_over_the_broker(
     monkeypatch.setenv("DILOCO_SHARD_INDEX", "2")
     monkeypatch.setenv("DILOCO_NUM_SHARDS", "8")
     assert worker.shard == (2, 8)
-
-
-def test_a_worker_alone_has_all_of_it() -> None:
-    descent = Descent()
-    assert DiLoCoWorker(descent.model, descent.optimizer).shard == (0, 1)
 
 
 @pytest.mark.parametrize("told", [("2", ""), ("", "2"), ("2", "2"), ("-1", "2"), ("a", "2")])

@@ -92,16 +92,13 @@ def test_worker_of_two_processes_resumes_as_one_of_three(processes: Processes) -
 
 
 @pytest.mark.slow
-def test_notebook_trains_three_workers_inside_one_process(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_notebook_trains_three_workers(capsys: pytest.CaptureFixture[str]) -> None:
     cells = json.loads((FOLDER / "three_workers.ipynb").read_text())["cells"]
     scope: dict[str, object] = {}
     for number, cell in enumerate(cells):
         if cell["cell_type"] == "code":
             assert not cell["outputs"] and cell["execution_count"] is None, "kept without outputs"
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), scope)
-    first, last, final = map(
-        float, re.findall(r"(?:round|parameters) ([\d.]+)", capsys.readouterr().out)
-    )
+    printed = re.findall(r"(?:round|parameters) ([\d.]+)", capsys.readouterr().out)
+    first, last, final = map(float, printed)
     assert last < first and final < first

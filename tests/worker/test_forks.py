@@ -53,9 +53,7 @@ def train_with_a_child(server: str) -> None:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
 
-    with DiLoCoWorker(
-        model, optimizer, server=server, worker_id="me", timeout=PATIENCE_S
-    ) as worker:
+    with DiLoCoWorker(model, optimizer, server, worker_id="me", timeout=PATIENCE_S) as worker:
         step()
         if os.fork() == 0:
             _be_a_child(server, worker)
@@ -78,9 +76,7 @@ def _be_a_child(server: str, inherited: DiLoCoWorker) -> None:
         os._exit(1)
 
 
-def test_death_of_a_parent_is_seen_though_its_child_lives(
-    broker: Broker, processes: Processes
-) -> None:
+def test_death_of_a_parent_with_a_child_is_seen(broker: Broker, processes: Processes) -> None:
     parent = processes.start(train_with_a_child, broker.address)
     child = int(parent.says("child ").split()[1])
     try:

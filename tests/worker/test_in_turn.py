@@ -6,22 +6,25 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from diloco_broker import Broker
+from diloco_protocol.messages import Progress
 from diloco_worker import DiLoCoWorker, testing
 from diloco_worker.testing import LocalRun, RunStalled
 from kit.reference import Outcome, Plan, Trainee, one_thread, state_of, streaming
-from kit.whole_run import an_mlp, assert_same, options_of, strided, trainees
+from kit.whole_run import an_mlp, assert_same, make_config, options_of, run, strided, trainees
 
-EXACT: dict[str, Any] = {
-    "wire_dtype": "fp32",
-    "chunk_elements": 16,
-    "outer_momentum_warmup": "constant",
-}
+pytest_plugins = ("kit.worker_fixtures",)
+
+
+EXACT: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16}
+EXACT["outer_momentum_warmup"] = "constant"
 
 
 @contextmanager
@@ -75,9 +78,7 @@ def test_asynchronous_workers_of_one_thread_do_not_wait() -> None:
         assert [hook.sync_count for hook in hooks] == [3, 3]
 
 
-def test_worker_that_overtakes_warns_once_and_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_worker_that_overtakes_warns_once_and_ends(caplog: pytest.LogCaptureFixture) -> None:
     one, other = ours = trainees(2)
     with local(ours, sync_every=3) as (_, hooks), caplog.at_level(logging.WARNING):
         for _ in range(9):
@@ -132,9 +133,7 @@ def test_each_worker_may_have_its_own_thread() -> None:
 
         def train(number: int) -> list[Any]:
             each, history = ours[number], []
-            hook = DiLoCoWorker(
-                each.model, each.optimizer, server=run.server, worker_id=f"w{number}"
-            )
+            hook = DiLoCoWorker(each.model, each.optimizer, run.server, worker_id=f"w{number}")
             with hook:
                 for _ in range(steps):
                     each.step()
@@ -176,3 +175,37 @@ def test_local_run_opens_no_port_and_leaves_nothing_behind() -> None:
 def test_old_name_of_the_exception_still_works() -> None:
     with pytest.warns(DeprecationWarning, match="RunStalled"):
         assert testing.RunStandsStill is RunStalled
+
+
+# The progress that a script sees of its run: rounds, steps, tokens, and the loss of all workers.
+
+
+def test_progress_is_zero_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_SERVER", raising=False)
+    each = an_mlp(0)
+    with DiLoCoWorker(each.model, each.optimizer) as diloco:
+        each.step()
+        assert (diloco.round, diloco.global_loss, diloco.progress) == (0, None, Progress())
+
+
+def test_workers_see_the_same_progress_and_a_late_one_before_its_first_step() -> None:
+    seen: dict[tuple[int, int], tuple[int, float | None, Progress]] = {}
+
+    def report(hook: DiLoCoWorker, worker: int, _: int) -> None:
+        hook.report(loss=1.0 + 2 * worker, tokens=10)
+
+    def look(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        seen[worker, step] = (hook.round, hook.global_loss, replace(hook.progress, seconds=0))
+
+    config = make_config(workers=2, sync_every=3)
+    with Broker(config) as broker:
+        run(broker, trainees(2), 6, before=report, after=look)
+        each = an_mlp(2)
+        late = DiLoCoWorker(each.model, each.optimizer, server=broker.address)
+        with late:
+            assert replace(late.progress, seconds=0) == Progress(rounds=2, steps=6, tokens=120)
+            assert (late.round, late.global_loss) == (2, 2.0)
+    for worker in (0, 1):
+        assert seen[worker, 1] == (0, None, Progress())
+        assert seen[worker, 2] == (1, 2.0, Progress(rounds=1, steps=3, tokens=60))
+        assert seen[worker, 5][2] == Progress(rounds=2, steps=6, tokens=120)

@@ -213,9 +213,7 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
-def test_interrupted_load_resumes_after_the_next_step(
-    training: ScriptedTraining, nth: int, error: type[BaseException]
-) -> None:
+def test_load_is_resumed(training: ScriptedTraining, nth: int, error: type[BaseException]) -> None:
     breaks = begins(training, LATER, nth=nth, error=error)
     training.steps(2)
 
@@ -234,9 +232,7 @@ def test_interrupted_load_resumes_after_the_next_step(
     assert training.values == 1000 - 1
 
 
-def test_state_saved_during_an_interrupted_merge_has_no_parameters(
-    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_state_amid_a_merge(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
     """A part of the model is ahead of the rest, so they would belong to no moment."""
     begins(training, LATER, nth=2, error=KeyboardInterrupt)
     in_the_air(training)

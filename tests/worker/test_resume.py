@@ -188,10 +188,8 @@ STEPS = 17
 
 
 PAIR = {"min_workers": 2}  # min_workers makes the round wait for the interrupted worker
-FRAGMENTS: dict[str, Any] = {
-    "sync_every": 6,
-    "num_fragments": 2,
-}  # slots after steps 3 and 6 of each cycle
+# Slots after steps 3 and 6 of each cycle.
+FRAGMENTS: dict[str, Any] = {"sync_every": 6, "num_fragments": 2}
 LATER = FRAGMENTS | {"fragment_sync_delay": 2}
 SOON = FRAGMENTS | {"fragment_sync_delay": 1}
 WHOLE = {"sync_every": 5}
@@ -232,37 +230,6 @@ def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
 # Nothing twice, nothing lost.
 
 
-def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """With eta = 1 and mu = 0 the global parameters are those of the worker at its last boundary."""
-    config = make_config(sync_every=5, outer_lr=1.0, outer_momentum=0.0, disconnect_grace=0.05)
-    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
-        script = Script(0, broker)
-        life = script.starts()
-        life.hook.start()
-        life.trains(3)
-        saved = life.saves()
-        life.trains(4)  # past the boundary: five steps are counted, three of which were saved
-        life.dies()
-        counted = observer.pull()
-        again = script.starts(saved)
-        with again.hook:
-            assert "3 steps of fragment 0" in caplog.text
-            assert "already pushed" in caplog.text
-            assert equal_states(again.model, counted.tensors), "they are in the version already"
-            apart = script.starts(saved)  # the same steps from these parameters, alone
-            apart.model.load_state_dict(counted.tensors)
-            for each in (again, apart):
-                each.trains(2)  # to the end of the cycle that was saved
-            after = observer.pull()
-            for name, tensor in state_of(apart.model).items():
-                torch.testing.assert_close(after.tensors[name], tensor, rtol=1e-4, atol=1e-6)
-        assert (counted.version.counter, after.version.counter) == (1, 2)
-        assert len(after.ledger.pushes["w0"]) == 2
-        assert again.hook.sync_count == 1
-
-
 def equal_states(model: nn.Module, tensors: Any) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in state_of(model).items())
 
@@ -290,9 +257,7 @@ def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
-    deterministic: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_push_before_a_crash_counts(deterministic: bool, caplog: pytest.LogCaptureFixture) -> None:
     """No version names it when the next life joins, which finds out before it sends a chunk."""
     config = make_config(
         workers=2, min_workers=2, sync_every=5, deterministic=deterministic, disconnect_grace=0.05

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Counted, Ledger, Segment, UsageError, VersionId
-from diloco_protocol.messages import Join, Released
+from diloco_protocol import Bitmap, Counted, Ledger, Segment, UsageError, VersionId
+from diloco_protocol.messages import Error, Join, Push, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival
 from diloco_worker.sync.fragment import TrainingBase, compared
-from kit.scripted_broker import ScriptedBroker, version
+from kit.scripted_broker import RUN, ScriptedBroker, run_config, version
 from kit.scripted_training import H, ScriptedTraining
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -59,9 +60,7 @@ def tensors_in(plain: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_state_is_one_copy_of_the_model_that_training_never_touches(
-    training: ScriptedTraining, is_loaded: bool
-) -> None:
+def test_state_is_a_copy_of_the_model(training: ScriptedTraining, is_loaded: bool) -> None:
     worker = training.begins()
     training.steps(1)
     state = worker.state_dict()
@@ -85,9 +84,7 @@ def test_state_is_one_copy_of_the_model_that_training_never_touches(
     assert set(base.tolist()) == {100}
 
 
-def test_model_that_was_not_loaded_is_detected_before_anything_is_sent(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_unloaded_model_is_detected(training: ScriptedTraining, broker: ScriptedBroker) -> None:
     training.begins()
     training.steps(3)
     is_refused(training, training.saves()[0], None, "load the model's own checkpoint")
@@ -108,14 +105,12 @@ def with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 
-def test_flight_with_float_buffers_goes_on_with_their_values(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_push_in_flight_keeps_its_buffers(training: ScriptedTraining) -> None:
     training.begins(with_norm(), config={"fragment_sync_delay": 2})
     mean = torch.tensor([1.0, 2.0, 3.0])
     training.descent.model.get_buffer("1.running_mean").copy_(mean)
     training.steps(H + 1)
-    _, sent = broker.takes_push()
+    _, sent = training.broker.takes_push()
     state, tensors = training.saves()
     in_flight = state["resume"]["fragments"][0]["flight"]
     assert in_flight["buffers"] == "values"
@@ -124,7 +119,7 @@ def test_flight_with_float_buffers_goes_on_with_their_values(
     training.says_current(0)
     training.done()
     training.says_current(0)
-    push, delta = broker.takes_push()
+    push, delta = training.broker.takes_push()
     assert push.buffers == "values"
     assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
 
@@ -150,9 +145,7 @@ def with_state(tensors: dict[str, Tensor]) -> nn.Module:
 @pytest.mark.parametrize(
     "name", ["large.weight", "narrow.bias", "norm.running_var", "norm.num_batches_tracked"]
 )
-def test_smallest_change_of_any_tensor_is_found_and_named(
-    training: ScriptedTraining, name: str
-) -> None:
+def test_smallest_change_of_a_tensor_is_named(training: ScriptedTraining, name: str) -> None:
     """In a stale file a value may differ in the last bit, far below 1% of the model's norm."""
     training.begins(Kinds())
     training.steps(1)
@@ -164,9 +157,7 @@ def test_smallest_change_of_any_tensor_is_found_and_named(
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
-    training: ScriptedTraining, narrow: torch.dtype
-) -> None:
+def test_model_saved_in_a_narrower_dtype(training: ScriptedTraining, narrow: torch.dtype) -> None:
     worker = training.begins(Kinds())
     with torch.no_grad():
         for parameter in training.descent.model.parameters():
@@ -239,3 +230,122 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
     state = training.saves()[0]
     with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
         training.makes(nn.Linear(3, 5)).load_state_dict(state)
+
+
+# A worker resumes from its checkpoint, message by message.
+
+
+STRANGER = 0xABC  # an unknown push
+
+
+def test_resumed_worker_joins_with_its_held_versions(training: ScriptedTraining) -> None:
+    training.begins()
+    training.steps(2)
+    join = training.resumes(training.saves(), version(0), worker_id=None)
+    assert (join.run, join.session, join.worker_id) == (RUN, None, "me")
+    assert training.worker.worker_id == "me", "its former id"
+    assert join.versions[0] == version(0)
+    pull = training.says_current(0)
+    assert (pull.held_version, pull.after) == (version(0), -1)
+    assert pull.held == Bitmap.full(3).to_bytes(), "nothing needs to be sent"
+    training.done()
+    assert training.values == 98
+    training.trains(2)
+    training.says_current(0)
+    push, delta = training.takes()
+    assert (push.steps, push.base, delta) == (H, version(0), H)
+    training.serves(50, 1, push)
+    training.done()
+    assert (training.values, training.worker.local_step, training.worker.sync_count) == (50, H, 1)
+    push = training.round(H, 2)  # no longer in doubt: offered without asking
+    assert push.base == version(1)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("flight_counted", [False, True])
+def test_steps_pushed_by_a_later_incarnation_are_superseded(
+    training: ScriptedTraining,
+    broker: ScriptedBroker,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    in_flight: bool,
+    flight_counted: bool,
+) -> None:
+    training.begins(config={"fragment_sync_delay": 3})
+    training.steps(H + 1 if in_flight else 2)
+    ids = [broker.hears(Push).push_id] if in_flight else []
+    audit = tmp_path / "audit"
+    training.resumes(training.saves(), version(3), options={"audit": audit})
+    broker.hears_pull()
+    counted = [*(ids if flight_counted else []), STRANGER]
+    has_version_of(training, 500, 3, *counted)
+    training.done()
+    assert training.values == 500
+    lost = 2 if not in_flight else 1 if flight_counted else H + 1
+    assert f"{lost} steps of fragment 0" in caplog.text
+    assert training.worker.sync_count == (in_flight and flight_counted)
+    written = audit.read_text()
+    assert ('"counted"' in written) == (in_flight and flight_counted)
+    assert ('"superseded"' in written) == (in_flight and not flight_counted)
+    left = H - 1 if in_flight else 2
+    training.steps(left)
+    push, delta = training.takes()  # nothing is in doubt: offered without asking
+    assert (push.base, push.steps, delta) == (version(3), left, left)
+
+
+def has_version_of(training: ScriptedTraining, value: float, counter: int, *counted: int) -> None:
+    """Serve a version that contains these pushes."""
+    state = training.filled(value)
+    training.broker.serves(state, version(counter), *counted)
+
+
+@pytest.mark.parametrize("is_another_run", [False, True])
+def test_changed_or_other_run_is_joined_as_a_new_worker(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, is_another_run: bool
+) -> None:
+    broker = training.broker
+    training.begins()
+    push = training.round(H, 1)
+    training.steps(2)
+    saved = training.saves()
+    if is_another_run:
+        training.resumes(saved, answer=Error("run_differs", "This is another run.", about="join"))
+        assert broker.welcomes(version(2)).run is None
+        why = "this broker serves another run"
+    else:
+        broker.config = run_config(fragment_sync_delay=1)
+        training.resumes(saved, version(2))
+        why = "it has fragment_sync_delay 0, the run has 1 now"
+    assert broker.hears_pull().held_version is None
+    training.serves(500, 2)
+    training.done()
+    assert caplog.text.count(f"cannot be used here: {why}") == 1
+    assert (training.values, training.worker.local_step, training.worker.sync_count) == (500, 6, 1)
+    following = training.round(2, 3)
+    assert following.push_id != push.push_id, "the place in the cycle is kept"
+
+
+@pytest.mark.parametrize("has_another_id", [True, False])
+def test_worker_with_another_id_or_no_parameters_resumes_only_counters(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, has_another_id: bool
+) -> None:
+    broker = training.broker
+    training.begins()
+    training.steps(1)
+    state, tensors = training.saves()
+    if not has_another_id:
+        state["resume"] = None
+    name = "you" if has_another_id else "me"
+    join = training.resumes((state, tensors), version(0), worker_id=name)
+    assert (join.worker_id, join.run) == (name, None)
+    assert ("state is that of worker 'me', this one is 'you'" in caplog.text) == has_another_id
+    broker.hears_pull()
+    training.serves(100, 0)
+    training.done()
+    assert (training.values, training.worker.local_step) == (100, 1)
+    training.trains(H - 1)
+    last = training.filled(0)
+    push, _ = training.takes()
+    assert push.steps == H - 1, "the place in the cycle is kept"
+    broker.serves(last, version(1), push.push_id, worker=name)
+    training.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from typer.main import get_command
 
+from diloco_broker.cli.app import app
 from diloco_protocol import UsageError
-from diloco_worker import DiLoCoWorker, WorkerOptions
+from diloco_worker import DiLoCoClient, DiLoCoWorker, WorkerOptions
 from diloco_worker.settings import RANKS, resolve, say_once, unknown_variables
 from kit.paths import ROOT
 
@@ -94,9 +97,7 @@ def test_only_given_values_are_required_of_the_run() -> None:
         ({"extra": {"gpu": "a100"}}, {"options": {"extra": {"gpu": "a100"}}}, "WorkerOptions"),
     ],
 )
-def test_moved_keyword_works_and_names_its_new_place(
-    old: dict[str, Any], wanted: dict[str, Any], place: str
-) -> None:
+def test_moved_keyword_still_works(old: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
     (name,) = old
     both: dict[str, dict[str, Any]]
     both = {"expect": {"mode": "sync"}, "options": {"max_sync_retries": 1}}
@@ -107,9 +108,7 @@ def test_moved_keyword_works_and_names_its_new_place(
     assert worker._settings == a_worker(**new)._settings
 
 
-def test_variable_of_a_moved_keyword_works_with_a_warning(
-    warned: Callable[[], list[str]],
-) -> None:
+def test_variable_of_a_moved_keyword_works_with_a_warning(warned: Callable[[], list[str]]) -> None:
     variables = {"DILOCO_NUM_FRAGMENTS": "4", "DILOCO_FRAGMENT_SYNC_DELAY": "auto"}
     expected = {"num_fragments": 4, "fragment_sync_delay": "auto"}
     assert resolve({}, variables).wants == expected
@@ -205,15 +204,6 @@ def train_alone() -> None:
         pass
 
 
-def test_worker_without_a_server_says_once_that_it_trains_alone(
-    warned: Callable[[], list[str]],
-) -> None:
-    train_alone()
-    train_alone()
-    (sentence,) = warned()
-    assert "DILOCO_SERVER" in sentence
-
-
 @pytest.mark.parametrize("rank", RANKS)
 def test_only_the_first_process_of_a_launcher_warns_that_it_trains_alone(
     warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, rank: str
@@ -244,17 +234,49 @@ def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one(
     sentence, alone = warned()
     assert sentence.startswith(name)
     assert advice in sentence
-    assert "trains alone" in alone
+    assert "trains alone" in alone and "DILOCO_SERVER" in alone, "each is said once"
 
 
-def test_known_or_empty_variables_are_accepted() -> None:
+def test_variables_of_the_source_and_empty_ones_are_known() -> None:
     assert unknown_variables({**ALL, "DILOCO_FEED": "x", "DILOCO_SYNC_EVRY": "", "HOME": "/"}) == []
-
-
-def test_every_variable_in_the_source_is_known() -> None:
     sources = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
     names = {
         name for path in sources for name in re.findall(r"DILOCO_[A-Z_]*[A-Z]", path.read_text())
     }
     assert {"DILOCO_SERVER", "DILOCO_FEED"} <= names
     assert unknown_variables(dict.fromkeys(names, "x")) == []
+
+
+# Names of Forgather and torchft beside ours: what the page calls ours exists.
+
+
+def ours() -> set[str]:
+    """What stands in backticks in the last column of the tables."""
+    _, text = (
+        (ROOT / "docs" / "training-script.md")
+        .read_text()
+        .split("## Names in Forgather and torchft")
+    )
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.rsplit(" | ", 1)[-1])}
+
+
+def test_each_name_of_ours_is_there() -> None:
+    names = ours()
+    broker: Any = get_command(app)
+    options = {name.removeprefix("serve ") for name in names if name.startswith("serve --")}
+    known = {option for each in broker.commands["serve"].params for option in each.opts}
+    assert len(options) > 10 and options <= known
+    keywords = {name[:-1] for name in names if re.fullmatch(r"\w+=", name)}
+    assert len(keywords) > 5 and keywords <= inspect.signature(DiLoCoWorker).parameters.keys()
+    options = {name.split(".")[1] for name in names if name.startswith("WorkerOptions.")}
+    assert options and options <= {each.name for each in fields(WorkerOptions)}
+    attributes = {name.removeprefix("diloco.") for name in names if name.startswith("diloco.")}
+    assert attributes and all(hasattr(DiLoCoWorker, name) for name in attributes)
+    calls = {name.split(".")[1] for name in names if name.startswith("DiLoCoClient.")}
+    assert calls and all(hasattr(DiLoCoClient, name) for name in calls)
+    commands = {name.split()[1] for name in names if name.startswith("diloco-broker ")}
+    known = {
+        each.name or each.callback.__name__ for each in app.registered_commands if each.callback
+    }
+    assert commands and commands <= known

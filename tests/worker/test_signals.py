@@ -151,9 +151,7 @@ def test_sigterm_ends_the_wait_for_an_absent_broker(processes: Processes) -> Non
 
 
 @pytest.mark.parametrize("is_left_alone", [True, False])
-def test_second_or_unhandled_sigterm_ends_the_process_at_once(
-    processes: Processes, is_left_alone: bool
-) -> None:
+def test_second_or_unhandled_sigterm_kills(processes: Processes, is_left_alone: bool) -> None:
     with serving() as broker:
         handled = {"DILOCO_HANDLE_SIGNALS": str(int(not is_left_alone))}
         worker = processes.run("train.py", "stubborn", DILOCO_SERVER=broker.address, **handled)
@@ -237,9 +235,7 @@ finally:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_signal_during_a_merge_leaves_a_consistent_model(
-    processes: Processes, number: int, code: int
-) -> None:
+def test_signal_in_a_merge_tears_nothing(processes: Processes, number: int, code: int) -> None:
     """Else the exit checkpoint of a script would have one layer of a version and not the other."""
     (processes.folder / "torn.py").write_text(TORN)
     with serving() as broker:
@@ -267,9 +263,7 @@ def test_handler_of_the_script_stays(is_set_before: bool) -> None:
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_echo_of_a_sigterm_is_ignored_and_a_later_second_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_echo_of_a_sigterm_is_ignored_but_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd also sends one to the script, and `diloco-worker run` forwards its own."""
     now = [50.0]
     termination = Termination(lambda: None, lambda: now[0])
@@ -316,6 +310,9 @@ def goes_on(_: Termination) -> None:
     pass
 
 
+Action = Callable[[Termination], None]
+
+
 @pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize(
     ("actions", "done", "is_raised"),
@@ -323,20 +320,13 @@ def goes_on(_: Termination) -> None:
         ([presses, goes_on], 2, True),  # after the protected section
         ([goes_on], 1, False),
         ([presses, fails], 1, True),  # kept where an error is raised
-        (
-            [lambda termination: waits(termination, presses), goes_on],
-            0,
-            True,
-        ),  # waiting ends at once
+        ([lambda term: waits(term, presses), goes_on], 0, True),  # waiting ends at once
         ([presses, waits, goes_on], 1, True),
         ([presses, presses, goes_on], 1, True),  # the second one interrupts
     ],
 )
 def test_held_ctrl_c_is_raised_once(
-    termination: Termination,
-    actions: list[Callable[[Termination], None]],
-    done: int,
-    is_raised: bool,
+    termination: Termination, actions: list[Action], done: int, is_raised: bool
 ) -> None:
     count, was_raised = 0, False
     try:

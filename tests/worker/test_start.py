@@ -51,17 +51,8 @@ class Accelerated(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.sync_gradients = True
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.optimizer.defaults
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.sync_gradients:

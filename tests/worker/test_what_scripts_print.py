@@ -74,9 +74,7 @@ def trains(processes: Processes, broker: Broker, *level: str, **env: str) -> lis
     return child.output.splitlines()
 
 
-def test_joining_and_rounds_are_printed_once_with_or_without_configured_logging(
-    processes: Processes, broker: Broker
-) -> None:
+def test_joining_and_rounds_are_printed_once(processes: Processes, broker: Broker) -> None:
     lines = trains(processes, broker, "INFO")
     place = lines.index("ROUND")
     assert len([line for line in lines[:place] if "Joined the run" in line]) == 1
@@ -86,9 +84,7 @@ def test_joining_and_rounds_are_printed_once_with_or_without_configured_logging(
 
 
 @pytest.mark.parametrize(("level", "warnings"), [("warning", 1), ("off", 0)])
-def test_variable_silences_the_lines(
-    processes: Processes, broker: Broker, level: str, warnings: int
-) -> None:
+def test_log_variable(processes: Processes, broker: Broker, level: str, warnings: int) -> None:
     lines = trains(processes, broker, DILOCO_LOG=level)
     assert not [line for line in lines if "Joined" in line or "Synchronised" in line]
     assert len([line for line in lines if "WATCH OUT" in line]) == warnings
@@ -98,9 +94,8 @@ def test_variable_silences_the_lines(
 def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None:
     """A restart cannot repair it: `diloco-worker run` and launchers do not restart after exit code 2."""
     path = tmp_path / "wrong.py"
-    path.write_text(
-        FAIL.partition("previous, seen")[0] + "DiLoCoWorker(model, optimizer, sync_evry=5)\n"
-    )
+    begins, *_ = FAIL.partition("previous, seen")
+    path.write_text(f"{begins}DiLoCoWorker(model, optimizer, sync_evry=5)\n")
     ended = subprocess.run([sys.executable, str(path)], capture_output=True, check=False)
     assert ended.returncode == 2, ended.stderr
     assert b"sync_evry" in ended.stderr
@@ -108,9 +103,7 @@ def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
-def test_uncaught_errors_end_a_script_with_their_sentence(
-    broker: Broker, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_uncaught_errors(broker: Broker, tmp_path: Path, options: tuple[str, ...]) -> None:
     path = tmp_path / "fail.py"
     path.write_text(FAIL)
     ended = subprocess.run(

@@ -1,34 +1,208 @@
-"""How each codec writes and reads a chunk, and how the broker uses it."""
+"""Codecs of few bits against the same in plain Python, at the edges of fp32, and with hostile bytes."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
 from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, in_few_bits, least_bytes, span_bytes
+from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import (
     CODECS,
+    ENCODERS,
     as_bytes,
     decode_chunk,
     encode_chunk,
     is_finite,
     segment_dtype,
 )
-from diloco_worker.model.encoding import encode
+from diloco_worker.model import encoding
 from diloco_worker.model.flat_state import FlatState
-from kit import raw_codecs
 from kit.chunked_model import fold
+from kit.paths import ROOT
+from kit.raw_codecs import decode, encode
+
+FEW_BITS = ["int8", "int4", "int4z"]
+TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
+
+
+def span_of(elements: int) -> ChunkSpan:
+    return ChunkSpan(0, Segment.PARAMETERS, 0, elements)
+
+
+def sent(values: torch.Tensor, wire: str) -> bytes:
+    return bytes(encode_chunk(span_of(values.numel()), values, wire))
+
+
+def read(payload: bytes, wire: str, elements: int) -> torch.Tensor:
+    return decode_chunk(span_of(elements), bytearray(payload), wire)
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(st.lists(floats, min_size=1, max_size=600))
+def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[float]) -> None:
+    given_ = torch.tensor(values, dtype=torch.float32)
+    payload = sent(given_, wire)
+    found = read(payload, wire, len(values))
+    assert found.tolist() == decode(payload, wire, len(values)), "decoding is exact"
+    assert found.dtype is torch.float32
+    if wire != "int4z":  # its scale is a sum, whose order is not specified
+        assert payload == encode(values, wire)
+    assert least_bytes(span_of(len(values)), wire) <= len(payload)
+    assert len(payload) <= span_bytes(span_of(len(values)), wire)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("elements", [1, 128, 255, 256, 257, 70_000])
+def test_normal_values_travel_as_in_plain_python(wire: str, elements: int) -> None:
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    theirs = torch.tensor(decode(encode(values.tolist(), wire), wire, elements))
+    found = read(sent(values, wire), wire, elements)
+    assert torch.isclose(found, theirs, rtol=1e-2, atol=0).float().mean() > 0.99
+    if wire != "int4z":
+        assert torch.equal(found, theirs)
+
+
+@pytest.mark.parametrize(("wire", "largest"), [("int8", 127), ("int4", 7)])
+def test_error_is_half_a_step_at_most(wire: str, largest: int) -> None:
+    """Scales are rounded up, so the largest value is not cut."""
+    values = torch.randn(64, 256) * torch.logspace(-20, 20, 64)[:, None]
+    found = read(sent(values.reshape(-1), wire), wire, values.numel()).view_as(values)
+    step = values.abs().amax(1, keepdim=True) / largest * (1 + 2**-7)
+    assert ((found - values).abs() <= step / 2).all()
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("value", [0.0, TINY, -TINY, 2.0**-133, 1e-30, 1.0, 1e19, -1e30, HUGE])
+def test_edges_of_fp32_stay_finite(wire: str, value: float) -> None:
+    values = torch.zeros(300)
+    values[7] = values[299] = value
+    found = read(sent(values, wire), wire, 300)
+    assert torch.isfinite(found).all()
+    assert (found * value >= 0).all()
+    if wire != "int4z" and abs(value) > 1e-30:
+        assert math.isclose(found[7], value, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("part", [1.0, 0.99, 0.62, 0.4, 0.1])
+def test_largest_values_of_fp32_stay_finite(wire: str, part: float) -> None:
+    values = torch.full((256,), HUGE * part)
+    values[::3] = -HUGE
+    assert torch.isfinite(read(sent(values, wire), wire, 256)).all()
+
+
+def test_normal_values_take_the_bits_that_the_page_says() -> None:
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    bits = {wire: 8 * len(sent(values, wire)) / values.numel() for wire in FEW_BITS}
+    assert (round(bits["int8"], 2), round(bits["int4"], 2)) == (8.06, 4.06)
+    assert 2.0 < bits["int4z"] < 2.3
+    for wire in FEW_BITS:
+        assert 8 * SIZES[wire].element == pytest.approx(bits[wire], abs=0.1)
+    random = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).mul_(15).floor_() - 7
+    assert len(sent(random, "int4z")) <= span_bytes(span_of(1 << 18), "int4z"), "zstd adds some"
+
+
+def hostile() -> list[tuple[str, bytes]]:
+    right = bytes([0x88]) * 128
+    scale = b"\x80\x3f"
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(right)
+    return [
+        ("nothing", scale),
+        ("no frame", scale + bytes(range(60))),
+        ("fewer codes", scale + zstandard.compress(right[:-1], 1)),
+        ("more codes", scale + zstandard.compress(right + b"\x88", 1)),
+        ("a gigabyte of codes", scale + zstandard.compress(bytes(1 << 30), 1)),
+        ("no size told", scale + unsized),
+        ("cut off", scale + zstandard.compress(right, 1)[:-3]),
+        ("too long", scale + zstandard.compress(right, 1) + bytes(1000)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "payload"), hostile(), ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_codes_that_cannot_be_unpacked_are_refused(what: str, payload: bytes) -> None:
+    with pytest.raises(ProtocolError, match=r"unpack|cannot be 200 elements"):
+        read(payload, "int4z", 200)
+
+
+@pytest.mark.parametrize("scale", [b"\x80\x7f", b"\xc0\x7f"], ids=["infinity", "nan"])
+def test_scale_that_is_not_finite_makes_values_that_are_not(scale: bytes) -> None:
+    codes = torch.full((256,), 3, dtype=torch.int8).numpy().tobytes()
+    assert not torch.isfinite(read(scale + codes, "int8", 256)).any()
+
+
+def dump_of(wire: str) -> str:
+    """As in the page: only rows that differ from the one before."""
+    payload = sent(torch.tensor([1.0, -2.0, 0.5]), wire)
+    lines, former = [f"{wire}: {len(payload)} bytes"], b""
+    for start in range(0, len(payload), 16):
+        row = payload[start : start + 16]
+        if row == former:
+            lines += ["  *"] if lines[-1] != "  *" else []
+            continue
+        former = row
+        lines.append(f"  {start:04x}  {row.hex(' ')}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+def test_dumps_of_the_page_are_what_is_sent(wire: str) -> None:
+    assert dump_of(wire) in (ROOT / "docs" / "codecs.md").read_text()
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    return [int(each) for each in values.view(torch.int32)]
+
+
+@pytest.mark.parametrize("wire", list(ENCODERS))
+@pytest.mark.parametrize("elements", [1, 255, 256, 700, 1024])
+def test_encoder_and_decoder_read_the_same_codes(wire: str, elements: int) -> None:
+    torch.manual_seed(elements)
+    values = torch.randn(elements)
+    values[::3] *= 1e-3  # rounded to 0 from below as well as from above
+    values[::5] = -0.0
+    encoded = ENCODERS[wire](values.clone())
+    payload = bytearray(encoded.payload)
+    decoded = decode_chunk(span_of(elements), payload, wire)
+    out = torch.full((elements,), torch.nan)
+    assert decode_chunk(span_of(elements), payload, wire, out).data_ptr() == out.data_ptr()
+    found = encoded.read(values)
+    assert found.data_ptr() == values.data_ptr(), "the memory of the encoded values can be used"
+    assert bits(found) == bits(decoded) == bits(out)
+    assert not [each for each in decoded.tolist() if each == 0 and math.copysign(1, each) < 0]
+
+
+@pytest.mark.parametrize("wire", list(ENCODERS))
+def test_what_was_read_or_sent_stays_when_more_is_encoded(wire: str) -> None:
+    first, second = torch.randn(600), torch.randn(600)
+    encoded = ENCODERS[wire](first)
+    read, payload = encoded.read(), bytes(encoded.payload)
+    before = read.clone()
+    ENCODERS[wire](second).read()
+    assert torch.equal(read, before)
+    assert bytes(encoded.payload) == payload
+
+
+# How each codec writes and reads a chunk, and how the broker uses it.
 
 
 @pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not in_few_bits(name)])
 @pytest.mark.parametrize("segment", Segment)
-def test_chunk_is_read_as_it_was_rounded_and_takes_the_bytes_that_it_should(
-    segment: Segment, wire: str
-) -> None:
+def test_chunk_is_read_as_it_was_rounded(segment: Segment, wire: str) -> None:
     values = (torch.randn(1000) * 3).to(segment_dtype(segment, wire))
     span = ChunkSpan(0, segment, 0, 1000)
     payload = encode_chunk(span, values, wire)
@@ -47,7 +221,7 @@ def test_model_moves_by_what_a_delta_of_few_bits_reads_as(wire: str) -> None:
     layout = lay_out(Manifest(entries), chunk_elements=300)
     part = layout.fragments[0]
     model, delta = torch.randn(400), torch.randn(400)
-    sent = encode(part, {"w": delta}, wire).wire
+    sent = encoding.encode(part, {"w": delta}, wire).wire
     broker = Parameters(layout, Nesterov(1.0, 0.0), wire=wire, reply="fp32")
     arrived = FlatState.empty(part)
     expected = torch.empty(400)
@@ -56,7 +230,7 @@ def test_model_moves_by_what_a_delta_of_few_bits_reads_as(wire: str) -> None:
         assert broker.place(0, span.index, bytearray(as_bytes(chunk))) is not None
         payload = bytearray(sent.chunk(span.index))
         assert least_bytes(span, wire) <= len(payload) <= span_bytes(span, wire)
-        read = torch.tensor(raw_codecs.decode(bytes(payload), wire, span.elements))
+        read = torch.tensor(decode(bytes(payload), wire, span.elements))
         expected[span.start : span.stop] = chunk - read
         assert fold(broker, 0, span.index, payload, 1.0) == pytest.approx(float(read.dot(read)))
         (done,) = broker.step(0, span.index, 1.0, 0)()

@@ -39,9 +39,8 @@ TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
 EDGES = [0.0, -0.0, TINY, -TINY, 2.0**-126, 1e-30, 65504.0, 65520.0, -1e19, HUGE, -HUGE]
 
 anything = st.floats(width=32)
-finite = st.one_of(
-    st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(EDGES)
-)
+normal = st.floats(width=32, allow_nan=False, allow_infinity=False)
+finite = st.one_of(normal, st.sampled_from(EDGES))
 lengths = st.sampled_from([1, 2, 255, 256, 257, 1023, 1024, 1025, 3001, 4097])
 
 
@@ -90,9 +89,7 @@ def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), other=vectors(anything))
-def test_encoders_of_a_sum_make_the_same_bytes_or_find_it_not_finite(
-    wire: str, values: Tensor, other: Tensor
-) -> None:
+def test_encoders_of_a_sum_make_the_same_bytes(wire: str, values: Tensor, other: Tensor) -> None:
     count = min(values.numel(), other.numel())
     values, other = values[:count].clone(), other[:count].clone()
     ours, theirs = both(lambda: encode_sum(wire, values, other))
@@ -103,9 +100,7 @@ def test_encoders_of_a_sum_make_the_same_bytes_or_find_it_not_finite(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(anything), held=vectors())
-def test_what_workers_hold_follows_alike_with_the_same_checksum(
-    wire: str, values: Tensor, held: Tensor
-) -> None:
+def test_held_versions_follow_alike(wire: str, values: Tensor, held: Tensor) -> None:
     count = min(values.numel(), held.numel())
     values, held = values[:count].clone(), held[:count].clone()
     out, wanted = torch.empty(count), torch.empty(count)
@@ -122,9 +117,7 @@ def test_what_workers_hold_follows_alike_with_the_same_checksum(
 
 @pytest.mark.parametrize("wire", BY_SCALES)
 @given(data=st.binary(min_size=8, max_size=64), elements=lengths, by=st.integers(0, 7))
-def test_decoders_read_the_same_of_any_bytes(
-    wire: str, data: bytes, elements: int, by: int
-) -> None:
+def test_decoders_read_the_same_values(wire: str, data: bytes, elements: int, by: int) -> None:
     blocks = -(-elements // 256)
     size = blocks * (2 + (256 if wire == "int8" else 128))
     payload = (data * (size // len(data) + 1))[:size]
@@ -165,9 +158,7 @@ def test_sparse_chunks_are_refused_alike_or_read_alike(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), start=vectors(), by=st.integers(0, 3), sign=st.sampled_from([1.0, -1.0]))
-def test_code_is_added_alike_with_the_same_checksum(
-    wire: str, values: Tensor, start: Tensor, by: int, sign: float
-) -> None:
+def test_adding_codes(wire: str, values: Tensor, start: Tensor, by: int, sign: float) -> None:
     count = min(values.numel(), start.numel())
     values, start = values[:count].clone(), start[:count].clone()
     with by_torch():
@@ -204,9 +195,7 @@ weights = st.sampled_from([1.0, 0.3, 7.0, 1e-3])
     divisor=st.sampled_from([1.0, 3.0, 0.7]),
     by=st.integers(0, 3),
 )
-def test_weighted_sums_are_the_same(
-    chunks: list[tuple[str, Tensor, float]], divisor: float, by: int
-) -> None:
+def test_weighted_sums(chunks: list[tuple[str, Tensor, float]], divisor: float, by: int) -> None:
     count = min(values.numel() for _, values, _ in chunks)
     made = [(*chunk_in(wire, values[:count], by), weight) for wire, values, weight in chunks]
     total = made[0][1].mul(made[0][2])
@@ -220,9 +209,7 @@ def test_weighted_sums_are_the_same(
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(values=vectors(), scale=st.sampled_from([None, b"\xff\x7f", b"\x80\xff", b"\x7f\x7f"]))
-def test_squares_are_those_of_fp64_or_say_that_a_value_may_not_be_finite(
-    wire: str, values: Tensor, scale: bytes | None
-) -> None:
+def test_squares_are_those_of_fp64(wire: str, values: Tensor, scale: bytes | None) -> None:
     source, read = chunk_in(wire, values)
     if scale is not None:
         at = 0 if wire in BY_SCALES else source.data.numel() - 4
@@ -261,9 +248,8 @@ def test_outer_steps_are_the_same(
     out = torch.empty(count), torch.empty(count)
     sent = out[0] if wire == "fp32" else torch.empty(count, dtype=PLAIN[wire])
     with by_kernels() as kernels:
-        fine = kernels.nesterov(
-            [(Source.of(g), 1.0)], 1.0, theta, m, settings=settings, out=(*out, sent)
-        )
+        terms = [(Source.of(g), 1.0)]
+        fine = kernels.nesterov(terms, 1.0, theta, m, settings=settings, out=(*out, sent))
     assert same(out[0], moved)
     assert same(out[1], after)
     assert fine == is_finite(moved.to(PLAIN[wire]))
@@ -289,9 +275,8 @@ def test_delayed_steps_are_the_same(
         g, dtype = given_[:count].clone(), PLAIN[wire]
         with by_kernels() as kernels:
             terms = [(Source.of(g), 0.5)]
-            ours, sent = outer.step_by_kernel(
-                kernels, moved, (terms, 2.0), state, count=turn, wire=dtype
-            )
+            given = (kernels, moved, (terms, 2.0), state)
+            ours, sent = outer.step_by_kernel(*given, count=turn, wire=dtype)
         theirs = outer.step(moved, g.mul(0.5).div_(2.0), state, turn)
         assert same(ours[0], theirs[0])
         assert ours[1].keys() == theirs[1].keys()
@@ -309,9 +294,8 @@ def test_delayed_step_at_a_rate_of_0_has_the_same_zeros() -> None:
     state = {DELAYED: torch.tensor([-3.0])}  # so the momentum is negative
     with by_kernels() as kernels:
         terms = [(Source.of(g), 1.0)]
-        ours, _ = outer.step_by_kernel(
-            kernels, theta, (terms, 1.0), state, count=1, wire=torch.float32
-        )
+        given = (kernels, theta, (terms, 1.0), state)
+        ours, _ = outer.step_by_kernel(*given, count=1, wire=torch.float32)
     theirs, _ = outer.step(theta, g.clone(), state, 1)
     assert same(ours[0], theirs)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,25 +33,17 @@ def run(*words: str, columns: int = 80) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "value"),
+    ("read", "meant"),
     [
-        (parse_parameters, "124M", 124_000_000),
-        (parse_parameters, "1.3B", 1_300_000_000),
-        (parse_parameters, "7g", 7_000_000_000),
-        (parse_parameters, "350e6", 350_000_000),
-        (quantities.rate, "1G", 1e9),
-        (quantities.rate, "2.5Gbit/s", 2.5e9),
-        (quantities.rate, "50 Mb/s", 5e7),
-        (quantities.both_ways, "100M", (1e8, 1e8)),
-        (quantities.both_ways, "40Mb/s/250Mb/s", (4e7, 2.5e8)),
-        (quantities.share, "95%", 0.95),
-        (quantities.share, "0.95", 0.95),
+        (parse_parameters, {"124M": 124e6, "1.3B": 1.3e9, "7g": 7e9, "350e6": 350e6}),
+        (quantities.rate, {"1G": 1e9, "2.5Gbit/s": 2.5e9, "50 Mb/s": 5e7}),
+        (quantities.share, {"95%": 0.95, "0.95": 0.95}),
     ],
 )
-def test_quantities_are_written_as_people_do(
-    read: Callable[[str], Any], text: str, value: object
-) -> None:
-    assert read(text) == pytest.approx(value)
+def test_quantities_are_parsed(read: Callable[[str], Any], meant: dict[str, float]) -> None:
+    assert {text: read(text) for text in meant} == pytest.approx(meant)
+    assert quantities.both_ways("100M") == pytest.approx((1e8, 1e8))
+    assert quantities.both_ways("40Mb/s/250Mb/s") == pytest.approx((4e7, 2.5e8))
 
 
 @pytest.mark.parametrize(
@@ -150,14 +140,6 @@ def test_fragments_overlap_unless_a_number_is_given() -> None:
     assert delay("--tau", "auto") is None
 
 
-def test_nothing_heavy_is_loaded() -> None:
-    """A plan is there in a second: torch alone takes two."""
-    heavy = "[name for name in ('torch', 'numpy') if name in sys.modules]"
-    code = f"import sys, diloco_tools.plan.cli; print({heavy})"
-    told = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
-    assert told.strip() == "[]"
-
-
 # The picture.
 
 
@@ -196,9 +178,7 @@ def test_page_has_the_table_of_the_measurements(compared: list[Row]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rounds_that_wait_for_their_line_are_predicted_within_15_percent(
-    compared: list[Row],
-) -> None:
+def test_rounds_that_wait_for_their_line_are_predicted(compared: list[Row]) -> None:
     """Where replies are twice as long as pushes, the line is what a round waits for."""
     wide = [row for row in compared if row.question.wire_dtype == "bf16"]
     assert len(wide) >= 3

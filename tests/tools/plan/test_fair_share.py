@@ -58,9 +58,7 @@ def test_flows_behind_one_line_share_that_first() -> None:
 
 
 @given(st.lists(st.tuples(RATES, AMOUNTS), min_size=1, max_size=8), RATES)
-def test_a_line_is_never_idle_and_never_carries_more_than_it_can(
-    flows: list[tuple[float, float]], rate: float
-) -> None:
+def test_line_is_neither_idle_nor_overfull(flows: list[tuple[float, float]], rate: float) -> None:
     found = ends(rate, flows)
     total = sum(amount for _, amount in flows)
     assert max(found) >= total / rate - 1e-6

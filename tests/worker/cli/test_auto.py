@@ -175,9 +175,7 @@ def test_unmodified_scripts_match_the_plain_hook_bit_for_bit(processes: Processe
 
 
 @pytest.mark.slow
-def test_late_worker_drops_the_step_of_other_parameters(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_late_worker_drops_its_first_step(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save", "--outer", "sgd")
     path = script(tmp_path, TRAIN)
     assert auto(processes, address, path, "1", "2").ends() == 0
@@ -191,14 +189,11 @@ def test_late_worker_drops_the_step_of_other_parameters(
 
 
 @pytest.mark.slow
-def test_script_ends_with_its_run_and_is_not_restarted(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_script_ends_with_its_run_for_good(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--sync-every", "5", "--no-save")
     program = (sys.executable, script(tmp_path, TRAIN), "1", "100000000")
-    made = processes.run(
-        "-m", "diloco_worker", "run", "--server", address, "--auto", "--restarts", "3", *program
-    )
+    launched = ("-m", "diloco_worker", "run", "--server", address, "--auto", "--restarts", "3")
+    made = processes.run(*launched, *program)
     made.says("step 20")
     assert processes.asks("shutdown", "--yes", "--address", address) == 0
     assert made.ends() == 3
@@ -215,9 +210,7 @@ def test_children_of_a_script_are_not_part_of_the_run(processes: Processes, tmp_
     broker.says("Round 0 closed")
 
 
-def test_script_that_cannot_join_exits_with_the_reason(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_script_that_cannot_join_says_why(processes: Processes, tmp_path: Path) -> None:
     made = auto(processes, "127.0.0.1:1", script(tmp_path, SHARED))
     assert made.ends() == 2
     assert "2 models" in made.output
@@ -246,9 +239,7 @@ def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_
 
 
 @pytest.mark.slow
-def test_dropped_steps_change_nothing_and_keep_their_gradients(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_dropped_steps_keep_their_gradients(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save")
     made = auto(processes, address, script(tmp_path, NEEDS_GRADIENTS))
     assert made.ends() == 0, made.output
@@ -269,7 +260,7 @@ def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_pa
 @pytest.mark.parametrize(
     ("done", "code"), [("", 0), ("optimizer", 2), ("child", 2), ("background", 2), ("error", 1)]
 )
-def test_script_without_training_keeps_its_code_unless_it_may_have_trained_elsewhere(
+def test_script_without_training(
     processes: Processes, tmp_path: Path, done: str, code: int
 ) -> None:
     made = auto(processes, "127.0.0.1:1", script(tmp_path, DOES_NOT_TRAIN), done)
@@ -278,9 +269,7 @@ def test_script_without_training_keeps_its_code_unless_it_may_have_trained_elsew
 
 
 @pytest.mark.slow
-def test_workers_of_one_script_may_shuffle_from_their_own_seeds(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_each_worker_may_shuffle_from_its_own_seed(processes: Processes, tmp_path: Path) -> None:
     path = script(tmp_path, SHUFFLES)
 
     def order(*options: str) -> str:

@@ -12,9 +12,20 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_worker.cli.app import app
+from diloco_worker.launching import (
+    ASKED,
+    BEGAN_WELL_S,
+    LONGEST_PAUSE_S,
+    OVER,
+    RUN_IS_OVER,
+    TERMINATED,
+    Restarts,
+    meant,
+)
 from kit.process_kit import Child, Processes, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
+
 
 SERVER = ("--server", "127.0.0.1:1")
 # Prints its variables, and ends with the given code.
@@ -125,9 +136,7 @@ def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
         ((*SERVER, "--worker-id", "\x1b[2J"), "printable"),
     ],
 )
-def test_wrong_usage_is_reported_before_anything_is_started(
-    tmp_path: Path, words: tuple[str, ...], sentence: str
-) -> None:
+def test_wrong_usage_starts_nothing(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
     program = (sys.executable, "-c", f"open({str(tmp_path / 'began')!r}, 'w')")
     made = CliRunner().invoke(app, ["run", "--restarts", "3", *words, "--", *program])
     assert made.exit_code == 2
@@ -147,9 +156,7 @@ def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_script_without_a_handler_is_ended_by_the_signal(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_signal_ends_a_script_without_a_handler(processes: Processes, tmp_path: Path) -> None:
     plain = "import signal; print('begins', flush=True)\nwhile True: signal.pause()"
     for which, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, plain))
@@ -192,22 +199,13 @@ def test_end_file_counts_where_a_launcher_hides_the_exit_code(
 
 
 @pytest.mark.slow
-def test_end_file_of_an_earlier_incarnation_is_ignored(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_stale_end_file_is_ignored(processes: Processes, tmp_path: Path) -> None:
     end = tmp_path / "end"
     end.write_text("over")
     program = script(tmp_path, HIDE)
     made = launch(processes, *SERVER, "--", *program, "", DILOCO_END_FILE=str(end))
     assert made.ends() == 1
     assert not end.exists()
-
-
-@pytest.mark.slow
-def test_run_that_is_over_is_not_restarted(processes: Processes, tmp_path: Path) -> None:
-    made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, SHOW), "3")
-    assert made.ends() == 3
-    assert "restart " not in made.output
 
 
 def test_worker_in_the_background_is_ended_by_its_pid(processes: Processes, tmp_path: Path) -> None:
@@ -225,3 +223,39 @@ def test_worker_in_the_background_is_ended_by_its_pid(processes: Processes, tmp_
     finally:
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+# When a training program is restarted, by exit code and a simulated clock.
+
+
+@pytest.mark.parametrize("code", [0, 2, RUN_IS_OVER, 126, 127, 130, TERMINATED])
+def test_final_exit_codes_are_not_restarted(code: int) -> None:
+    restarts = Restarts(most=5)
+    assert restarts.pause(code, ran_s=1.0) is None
+    assert restarts.pause(1, ran_s=1.0) == 1.0, "and is not counted"
+
+
+@pytest.mark.parametrize("code", [1, 137, 129, 139])
+def test_failures_are_followed_by_restarts_as_often_as_allowed(code: int) -> None:
+    restarts = Restarts(most=2)
+    assert restarts.pause(code, 1.0) is not None
+    assert restarts.pause(code, 1.0) is not None
+    assert restarts.pause(code, 1.0) is None
+
+
+def test_end_file_replaces_a_lost_exit_code() -> None:
+    meanings = {(1, OVER): RUN_IS_OVER, (1, ASKED): TERMINATED, (137, OVER): RUN_IS_OVER}
+    meanings |= {(1, ""): 1, (1, "nonsense"): 1, (0, ASKED): 0, (2, OVER): 2}
+    assert {each: meant(*each) for each in meanings} == meanings
+
+
+def test_pauses_double_up_to_a_minute_until_a_long_run() -> None:
+    restarts = Restarts(most=1000)
+    pauses = [restarts.pause(1, 1.0) for _ in range(1000)]
+    assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert set(pauses[6:]) == {LONGEST_PAUSE_S}
+    restarts = Restarts(most=2)
+    assert [restarts.pause(1, 1.0) for _ in range(2)] == [1.0, 2.0]
+    assert restarts.pause(1, BEGAN_WELL_S) == 1.0
+    assert restarts.pause(1, BEGAN_WELL_S - 1) == 2.0
+    assert Restarts(most=0).pause(1, 1e6) is None

@@ -121,11 +121,8 @@ def test_accepted_key_measures_through_encryption(keyed: Broker, folder: KeyFold
     assert told["asks_for_keys"] and told["up_bytes_per_s"] and told["down_bytes_per_s"]
 
 
-def test_invalid_address() -> None:
+def test_address_or_its_file_is_read(broker: Broker, tmp_path: Path) -> None:
     finds(Fault.USAGE, "must be an address", "broker:")
-
-
-def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:
     file = tmp_path / "address"
     finds(Fault.USAGE, "does not exist yet", file.as_uri())
     file.write_text(f"{broker.address}\n")

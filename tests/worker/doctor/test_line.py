@@ -54,9 +54,7 @@ class Line:
 
 @pytest.mark.parametrize("rate", [1e5, RATE, 3e7])
 @pytest.mark.parametrize("delay_s", [0.0001, DELAY_S])
-def test_rates_are_those_of_the_link(
-    monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float
-) -> None:
+def test_rate_is_that_of_link(monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float) -> None:
     for measure in (line.rate_up, line.rate_down):
         made: Any = Line(rate, delay_s)
         monkeypatch.setattr(line, "time", made)
@@ -76,9 +74,7 @@ def test_rate_of_a_saturated_fast_link_is_exact(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
-def test_rate_of_an_unsaturated_link_is_a_lower_bound(
-    monkeypatch: pytest.MonkeyPatch, delay_s: float
-) -> None:
+def test_rate_of_an_idle_link_is_a_bound(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
     for measure in (line.rate_up, line.rate_down):
         made: Any = Line(125e6, delay_s)
         monkeypatch.setattr(line, "time", made)
@@ -97,13 +93,10 @@ def test_real_link_is_measured() -> None:
     assert max(each.bytes_per_s for each in (findings.up, findings.down)) < 10 * RATE
 
 
-def test_one_long_pause_does_not_change_the_rate() -> None:
+def test_few_answers_are_enough_and_a_pause_changes_nothing() -> None:
     steady = [0.01 * number for number in range(101)]
     paused = [each + (6.0 if number > 60 else 0.0) for number, each in enumerate(steady)]
     assert line.answers_a_second(steady) == pytest.approx(100.0)
     assert line.answers_a_second(paused) == pytest.approx(100.0)
-
-
-def test_few_answers_of_a_slow_link_are_enough() -> None:
     assert line.answers_a_second([0.0, 2.0]) == pytest.approx(0.5)
     assert line.answers_a_second([0.0, 2.0, 4.0, 6.0]) == pytest.approx(0.5)

@@ -110,9 +110,7 @@ class Nudge(nn.Module):
 @pytest.mark.parametrize(
     ("dtype", "merge"), [*((each, "alpha") for each in DTYPES), (torch.bfloat16, "rebase")], ids=str
 )
-def test_progress_of_less_than_half_an_ulp_adds_up_in_the_global_parameters(
-    dtype: torch.dtype, merge: str
-) -> None:
+def test_progress_below_half_an_ulp_adds_up_in_the_run(dtype: torch.dtype, merge: str) -> None:
     """In each round one of four workers moves by an ulp of bf16: a quarter of one for all of them."""
     ulp, rounds = 2.0**-7, 12
 
@@ -129,9 +127,8 @@ def test_progress_of_less_than_half_an_ulp_adds_up_in_the_global_parameters(
 
         return Trainee(model, optimizer, step)
 
-    config = make_config(
-        workers=4, sync_every=1, outer_lr=1.0, outer_momentum=0.0, fragment_merge=merge
-    )
+    rule = {"outer_lr": 1.0, "outer_momentum": 0.0, "fragment_merge": merge}
+    config = make_config(workers=4, sync_every=1, **rule)
     with Broker(config) as broker:
         got = run(broker, [trainee(worker) for worker in range(4)], rounds)
     assert torch.equal(got.final["value"], torch.full((8,), 1 + rounds * ulp / 4))

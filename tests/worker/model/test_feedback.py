@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -124,32 +122,24 @@ def test_residual_decays_once_when_its_push_counts_at_once_or_belatedly(wire: st
     assert all(torch.equal(found[0][index], found[1][index]) for index in EVERY)
 
 
-@contextmanager
-def breaking_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ctrl-C before the second chunk."""
-    left_out, calls = InFewBits.left_out, iter([False, True])
+def test_settling_interrupted_between_chunks_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, left_out = layout(), InFewBits.left_out
+    breaks_at: list[bool] = []  # for the next chunks, the last one first
 
     def breaks(delta: InFewBits, *arguments: Any) -> Tensor:
-        if next(calls):
+        if breaks_at and breaks_at.pop():
             raise KeyboardInterrupt
         return left_out(delta, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(InFewBits, "left_out", breaks)
-        yield
-
-
-def test_settling_interrupted_between_chunks_resumes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    part = layout()
+    monkeypatch.setattr(InFewBits, "left_out", breaks)
     ends = []
     for is_broken_off in (False, True):
         feedback, dice = Feedback(part, room), torch.Generator().manual_seed(0)
         for _ in range(3):
             delta, landing = feedback.joined(dyadic(part, dice, "int4")), object()
             if is_broken_off:
-                with breaking_off(monkeypatch), pytest.raises(KeyboardInterrupt):
+                breaks_at += [True, False]
+                with pytest.raises(KeyboardInterrupt):
                     feedback.settle(landing, (delta, EVERY), {})
             feedback.settle(landing, (delta, EVERY), {})
         ends.append(feedback.chunks)
@@ -175,9 +165,7 @@ def test_chunks_encoded_ahead_have_the_same_bytes_and_residual(wire: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["push over", "forked", "closing"])
-def test_chunks_not_encoded_ahead_are_encoded_on_demand(
-    how: str,
-) -> None:
+def test_chunks_not_encoded_ahead_are_encoded_on_demand(how: str) -> None:
     part = layout()
     deltas = [
         Feedback(part, room).joined(dyadic(part, torch.Generator().manual_seed(0), "int4"))

@@ -43,10 +43,13 @@ def test_parts_of_a_pipeline_are_the_model_that_they_were_cut_from(tied: bool) -
     assert manifest_of(stages(whole)) == manifest_of(whole)
 
 
-def test_a_parameter_that_parts_share_under_two_names_is_one() -> None:
+def test_shared_parameter_or_module_is_one() -> None:
     whole = Model(tied=True)
     parts = unwrapped(stages(whole))
     assert [id(p) for p in parts.parameters()] == [id(p) for p in whole.parameters()]
+    part = nn.Linear(2, 2)
+    assert manifest_of([part, part]) == manifest_of(part)
+    assert len(list(ModelParts([part, part]).parameters())) == 2
 
 
 def test_name_refers_to_the_saved_tensor_not_to_another_parts_table() -> None:
@@ -66,21 +69,12 @@ def test_values_go_into_the_tensors_of_the_parts() -> None:
     assert all(bool((value == 7).all()) for value in whole.state_dict().values())
 
 
-def test_one_name_for_two_tensors_is_refused_with_both_parts() -> None:
+def test_one_name_for_two_tensors_or_no_part_is_refused() -> None:
     parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
     with pytest.raises(UsageError, match=r"Parts 0 and 1 .* 'weight'; .*nn\.ModuleDict"):
         ModelTensors.of_module(parts)
     named = nn.ModuleDict(dict(zip(("first", "second"), parts, strict=True)))
     assert len(manifest_of(named).entries) == 4
-
-
-def test_the_same_module_twice_is_one() -> None:
-    part = nn.Linear(2, 2)
-    assert manifest_of([part, part]) == manifest_of(part)
-    assert len(list(ModelParts([part, part]).parameters())) == 2
-
-
-def test_empty_list_of_parts_is_refused() -> None:
     with pytest.raises(UsageError, match="empty list"):
         unwrapped([])
 

@@ -72,10 +72,7 @@ CHANGES = [
     (reshaped, ["norm.weight is float32[4] instead of float32[3]"]),
     (wrapped, ["fc.lora.weight is new", "fc.weight is gone", "fc.bias is gone"]),
     (narrowed, ["norm.weight is bfloat16[3] instead of float32[3]"]),
-    (
-        untied,
-        ["head.weight is another parameter", "fc.weight and head.weight are not tied any more"],
-    ),
+    (untied, ["head.weight is another parameter", "fc.weight and head.weight are not tied"]),
     (grown, ["adapter.weight is new"]),
 ]
 

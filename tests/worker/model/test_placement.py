@@ -27,11 +27,7 @@ from kit.scripted_broker import run_config
 from kit.whole_run import an_mlp, batch, make_config, options_of, sgd, strided
 
 CPU, CUDA, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
-PLANS = [
-    Plan(4, strided(1)),
-    Plan(6, strided(3), delay=1, alpha=0.5),
-    Plan(9, strided(3), delay=2, alpha=None),
-]
+PLANS = [Plan(4, strided(1)), Plan(6, strided(3), 1, alpha=0.5), Plan(9, strided(3), 2, alpha=None)]
 
 
 @pytest.fixture
@@ -44,25 +40,20 @@ def other_device() -> Iterator[OtherDevice]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "pin_memory", "keep_global_on", "wanted"),
+    ("given", "wanted"),
     [
-        ([CPU], None, None, Placement(is_pinned=False, base=CPU)),
-        ([CPU], False, "cpu", Placement(is_pinned=False, base=CPU)),
-        ([], None, None, Placement(is_pinned=False, base=CPU)),
-        ([CPU, CUDA], None, None, Placement(is_pinned=True, base=CPU)),
-        ([CUDA], True, "cpu", Placement(is_pinned=True, base=CPU)),
-        ([CUDA], False, None, Placement(is_pinned=False, base=CPU)),
-        ([CPU, SECOND, CUDA], None, "cuda", Placement(is_pinned=True, base=SECOND)),
-        ([CUDA], False, "cuda", Placement(is_pinned=False, base=CUDA)),
+        (([CPU], None, None), Placement(is_pinned=False, base=CPU)),
+        (([CPU], False, "cpu"), Placement(is_pinned=False, base=CPU)),
+        (([], None, None), Placement(is_pinned=False, base=CPU)),
+        (([CPU, CUDA], None, None), Placement(is_pinned=True, base=CPU)),
+        (([CUDA], True, "cpu"), Placement(is_pinned=True, base=CPU)),
+        (([CUDA], False, None), Placement(is_pinned=False, base=CPU)),
+        (([CPU, SECOND, CUDA], None, "cuda"), Placement(is_pinned=True, base=SECOND)),
+        (([CUDA], False, "cuda"), Placement(is_pinned=False, base=CUDA)),
     ],
 )
-def test_placement_follows_the_options(
-    devices: list[torch.device],
-    pin_memory: bool | None,
-    keep_global_on: str | None,
-    wanted: Placement,
-) -> None:
-    assert Placement.of(devices, pin_memory, keep_global_on) == wanted
+def test_placement_follows_the_options(given: tuple[Any, ...], wanted: Placement) -> None:
+    assert Placement.of(*given) == wanted
 
 
 @pytest.mark.parametrize(
@@ -72,9 +63,7 @@ def test_placement_follows_the_options(
         ({"keep_global_on": "cuda"}, "keep_global_on is 'cuda', but the model is on cpu"),
     ],
 )
-def test_impossible_placement_is_refused_and_leaves_nothing_behind(
-    asked: dict[str, Any], words: str
-) -> None:
+def test_impossible_placement_is_refused_without_traces(asked: dict[str, Any], words: str) -> None:
     each = an_mlp(0)
     with Broker(make_config(workers=1)) as broker:
         hook = DiLoCoWorker(each.model, each.optimizer, server=broker.address, options=asked)
@@ -122,9 +111,8 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
         else:
             feedback.settle(number, (flat, set(chunks)), {1: {0}})
         at_freeze = flat.taken_from(base.to(base_on))
-        model.load_state_dict(
-            {n: v.to(THERE) for n, v in at_freeze.by_name().items()}, strict=False
-        )
+        values = {n: v.to(THERE) for n, v in at_freeze.by_name().items()}
+        model.load_state_dict(values, strict=False)
     return found
 
 
@@ -148,9 +136,7 @@ def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
     ("wire", "bytes_each"),
     [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("int4", 0.51), ("int4z", 0.51)],
 )
-def test_only_sent_bytes_are_copied_from_a_device_to_the_host(
-    wire: str, bytes_each: float, other_device: OtherDevice
-) -> None:
+def test_only_sent_bytes_are_moved(wire: str, bytes_each: float, other_device: OtherDevice) -> None:
     """Besides, a number for each tensor, and for each chunk with a residual: whether it is finite."""
     torch.manual_seed(0)
     model = nn.Linear(256, 400, bias=False).to(THERE)
@@ -168,9 +154,7 @@ def test_only_sent_bytes_are_copied_from_a_device_to_the_host(
         assert hook.sync_metrics.pushes == 3 and hook.sync_metrics.last_error is None
 
 
-@pytest.mark.parametrize(
-    ("plan", "wire"), [(PLANS[0], "int8"), (PLANS[1], "fp32"), (PLANS[2], "int4z")]
-)
+@pytest.mark.parametrize(("plan", "wire"), [*zip(PLANS, ("int8", "fp32", "int4z"), strict=True)])
 @pytest.mark.parametrize("keep_global_on", ["model", "host"])
 def test_run_is_the_same_for_any_placement(
     plan: Plan, wire: str, keep_global_on: str, monkeypatch: pytest.MonkeyPatch
@@ -195,9 +179,7 @@ def test_run_is_the_same_for_any_placement(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_checkpoint_of_a_worker_is_on_the_host(
-    other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_on_the_host(other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that resumes without the second device can load it, with the same parameters."""
     each = an_mlp(0)
     config = make_config(workers=1, sync_every=2, wire_dtype="int8")
@@ -211,9 +193,7 @@ def test_checkpoint_of_a_worker_is_on_the_host(
                 saved = copy.deepcopy(hook.state_dict())
         resumed = saved["resume"]["fragments"][0]
         for vectors in (resumed["base"], resumed["residual"]):
-            assert all(
-                type(vector) is Tensor and vector.device == HOST for vector in vectors.values()
-            )
+            assert all(type(each) is Tensor and each.device == HOST for each in vectors.values())
         later = DiLoCoWorker(each.model, each.optimizer, broker.address)
         later.load_state_dict(saved)
         with later:

@@ -32,9 +32,7 @@ def outcomes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
-def test_processes_do_together_what_one_does(
-    processes: Processes, count: int, tmp_path: Path
-) -> None:
+def test_processes_do_what_one_does(processes: Processes, count: int, tmp_path: Path) -> None:
     told = outcomes(processes, count, tmp_path)
     failed = [
         f"process {rank}, {case}: {error}"
@@ -47,8 +45,6 @@ def test_processes_do_together_what_one_does(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("count", [1, 2])
-def test_processes_with_a_gpu_do_together_what_one_does(
-    processes: Processes, count: int, tmp_path: Path
-) -> None:
+def test_processes_with_a_gpu_do_the_same(processes: Processes, count: int, tmp_path: Path) -> None:
     told = outcomes(processes, count, tmp_path, "replicas_on_cuda_do_what_a_plain_worker_does")
     assert told == [{}] * count

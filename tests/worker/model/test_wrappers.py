@@ -90,15 +90,10 @@ def test_wrapped_model_is_the_one_without_wrappers(wrap: Callable[[nn.Module], n
     assert tensors.lookup()["2.weight"] is weight
     assert "0.table" not in {entry.name for entry in tensors.manifest.entries}
     assert tensors.watch is not None and tensors.watch.look() is None
-
-
-@pytest.mark.slow
-@WRAPPERS
-def test_names_are_those_of_torchs_own_checkpoints(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    wrapped = wrap(a_model())
     parameters = wrapped.named_parameters(remove_duplicate=False)
-    theirs = {fqn: id(each) for name, each in parameters for fqn in _get_fqns(wrapped, name)}
-    assert theirs == {n.name: id(n.tensor) for n in named_tensors(wrapped) if n.is_parameter}
+    of_torch = {fqn: id(each) for name, each in parameters for fqn in _get_fqns(wrapped, name)}
+    ours = {n.name: id(n.tensor) for n in named_tensors(wrapped) if n.is_parameter}
+    assert ours == of_torch, "the names of torch's own checkpoints"
 
 
 @pytest.mark.slow

@@ -26,16 +26,12 @@ def released(of: VersionId) -> Released:
     return Released(FROZEN, of, Ledger())
 
 
-def test_the_frozen_part_is_pulled_once_its_tag_is_known(joined: Desk) -> None:
+def test_own_frozen_parameters_are_delivered_without_a_chunk(joined: Desk) -> None:
     assert not pulls(joined)
     assert joined.all(NameFrozen) == [NameFrozen(FROZEN)]
     joined.happens(FrozenNamed(4711))
     (pull,) = pulls(joined)
     assert (pull.held_version, pull.held) == (OURS, b"\x01")
-
-
-def test_own_frozen_parameters_are_delivered_without_a_chunk(joined: Desk) -> None:
-    joined.happens(FrozenNamed(4711))
     joined.hears(released(OURS))
     assert joined.effects == [Deliver(released(OURS), None, unchanged=True)]
 

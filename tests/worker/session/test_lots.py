@@ -25,22 +25,16 @@ def pushes_told(worker: UnitWorker) -> list[list[int]]:
     return [[push for lot in take.lots for push in lot.pushes] for take in worker.asked]
 
 
-def test_later_requests_of_a_connection_name_no_counted_lots() -> None:
+def test_only_the_first_request_of_a_connection_names_counted_lots() -> None:
     a, b = a_pair()
     for first in (1, 11, 21):
         a_unit_round([a, b], first)
     a.takes(1)
     assert pushes_told(a) == [[], [], [], []]
     assert a.stage.state.data.sets[NAME].counted == 18
-
-
-def test_first_request_after_a_reconnect_names_counted_lots() -> None:
-    a, b = a_pair()
-    a_unit_round([a, b], 1)
-    a_unit_round([a, b], 11)
     a.comes_to(a.stage)
     a.takes(1)
-    assert pushes_told(a)[-2:] == [[1, 11], []]
+    assert pushes_told(a)[-2:] == [[1, 11, 21], []]
 
 
 def test_repeated_request_names_counted_lots_again() -> None:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import pytest
 
 from diloco_protocol import Code
-from diloco_protocol.messages import Error, Join, Push
+from diloco_protocol.messages import Error, Join, Leave, Notice, Push, Vote, Welcome
 from diloco_worker.session.connection import (
     CONNECT_PATIENCE_S,
     FIRST_BACKOFF_S,
     LONGEST_PAUSE_S,
     RETRY_S,
+    SAFETY,
     Phase,
+    Votes,
 )
-from diloco_worker.session.effects import Close, JoinRefused, Open
-from diloco_worker.session.events import Disconnected, LockedOut, Observe, Offer, Unreached
+from diloco_worker.session.effects import Close, JoinRefused, Open, Send
+from diloco_worker.session.events import (
+    Disconnected,
+    LockedOut,
+    Observe,
+    Offer,
+    Received,
+    Unreached,
+)
 from diloco_worker.session.session import Session
-from kit.session_harness import FROZEN, Desk, desk, gradient, version
+from kit.session_harness import CONFIG, FROZEN, Desk, desk, gradient, version
 
 STANDBY = Error(Code.STANDBY, "This is a standby.", retry=True, about="join")
 
@@ -45,13 +54,6 @@ def joined_at(made: Desk, place: int) -> Desk:
     assert opened(made) == [place]
     made.connects().is_welcomed(version(3))
     return made
-
-
-def test_address_where_nothing_listens_is_left_at_once(made: Desk) -> None:
-    made.happens(Unreached())
-    assert turns_to(made) == [1]
-    made.happens(Unreached())
-    assert turns_to(made) == [2]
 
 
 def test_silent_address_is_left_after_a_bounded_time(made: Desk) -> None:
@@ -110,6 +112,7 @@ def test_after_all_addresses_it_pauses_and_starts_over(made: Desk) -> None:
         for place in range(3):
             assert opened(made) == [place]
             made.happens(Unreached())
+            assert made.all(Close)
             wakes_at = made.session.wakes_at()
             assert wakes_at is not None
             if place == 2:
@@ -151,9 +154,7 @@ def test_push_in_flight_is_offered_where_the_worker_is_welcomed(made: Desk) -> N
     assert (push.push_id, push.base) == (5, version(3))
 
 
-def test_key_rejected_everywhere_is_final_and_one_accepted_once_is_not(
-    made: Desk,
-) -> None:
+def test_key_rejected_everywhere_is_final_and_one_accepted_once_is_not(made: Desk) -> None:
     for place in range(3):
         assert opened(made) == [place]
         made.happens(LockedOut("Your key is unknown."))
@@ -188,3 +189,70 @@ def test_single_address_is_retried_as_before() -> None:
     assert not made.all(Close)
     made.passes(RETRY_S)
     assert made.sent(Join)
+
+
+# After a vote for a root broker a worker refuses standbys for a while, and vice versa.
+
+
+L = 3.0
+
+
+def asked(votes: Votes, what: str, now: float) -> list[int]:
+    """The nonces of its votes."""
+    sent = list(votes.asked(Notice(what, nonce=5, seconds=L), b"s", now))
+    found = []
+    for effect in sent:
+        assert isinstance(effect, Send) and isinstance(effect.message, Vote)
+        assert effect.message.voter == 99
+        found.append(effect.message.nonce)
+    return found
+
+
+@pytest.mark.parametrize(("first", "other"), [("lease", "standby"), ("standby", "lease")])
+def test_vote_is_a_promise_against_others(first: str, other: str) -> None:
+    votes = Votes(99)
+    assert asked(votes, first, 10.0) == [5], "at once"
+    assert asked(votes, first, 11.0)
+    assert not asked(votes, other, 11.0 + SAFETY * L - 0.01)
+    assert asked(votes, other, 11.0 + SAFETY * L)
+    assert not asked(votes, first, 12.0 + SAFETY * L)
+    longest = Votes(99)
+    list(longest.asked(Notice(first, nonce=5, seconds=100.0), b"s", 0.0))
+    assert asked(longest, first, 1.0)
+    assert not asked(longest, other, 99.0)
+
+
+def test_a_session_votes_under_the_number_that_it_joined_with() -> None:
+    worker = desk().connects()
+    (join,) = worker.sent(Join)
+    worker.is_welcomed()
+    worker.hears(Notice("lease", nonce=5, seconds=L))
+    assert worker.sent(Vote) == [Vote(b"\1" * 16, join.voter or 0, 5)]
+
+
+def test_worker_of_a_later_hub_does_not_return_to_an_earlier_one() -> None:
+    worker = desk(places=2).connects()
+    worker.is_welcomed(term=1)
+    worker.breaks()
+    worker.is_welcomed(term=0)
+    assert worker.sent(Leave) and worker.session.phase.value == "away"
+    worker.passes(1.0)
+    worker.connects()
+    worker.is_welcomed(term=1)
+    assert worker.session.phase.value == "joined"
+
+
+def test_malformed_request_gets_no_vote() -> None:
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        assert not list(Votes(99).asked(Notice("lease", nonce=5, seconds=seconds), b"s", 0.0))
+
+
+def test_worker_with_a_standby_detects_a_silent_hub_within_two_leases() -> None:
+    one, two = (desk(places=count).connects() for count in (1, 2))
+    for worker in (one, two):
+        worker.happens(Received(Welcome(b"\1" * 16, "epoch", CONFIG, 0, lease=L)))
+        worker.hears(Notice("alive"))
+        for _ in range(11):
+            worker.passes(2 * L / 10)
+    assert one.session.connection.is_joined
+    assert not two.session.connection.is_joined

@@ -73,19 +73,14 @@ from kit.session_harness import (
 # Joining.
 
 
-def test_join_is_sent_once_control_is_connected(fresh: Desk) -> None:
+def test_join_is_sent_on_the_control_connection_and_credit_follows_the_welcome(fresh: Desk) -> None:
     assert fresh.effects == [Open()]
     fresh.passes(60)
     assert not fresh.sent(Join)
-    fresh.connects()
-    (join,) = fresh.sent(Join)
+    (join,) = fresh.connects().sent(Join)
     assert (join.worker_id, join.manifest, join.session, join.run) == ("me", MANIFEST, None, None)
-
-
-def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) -> None:
-    fresh.connects().is_welcomed(version(0))
-    sends = fresh.all(Send)
-    assert sends[0] == Send(Credit(DOWNLOAD_WINDOW, b"\1" * 16), bulk=True)
+    sends = fresh.is_welcomed(version(0)).all(Send)
+    assert sends[0] == Send(Credit(DOWNLOAD_WINDOW, b"\1" * 16), bulk=True), "before any pull"
     assert [(p.fragment, p.after) for p in fresh.sent(Pull)] == [(0, -1), (FROZEN, -1)]
     assert fresh.session.connection.is_joined
 
@@ -93,9 +88,7 @@ def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) ->
 @pytest.mark.parametrize(
     "error", [Error("id_taken", "Soon.", retry=True), Error("stopping", "Bye.", retry=False)]
 )
-def test_join_is_retried_within_two_seconds_when_the_broker_is_not_ready(
-    fresh: Desk, error: Error
-) -> None:
+def test_join_is_retried_soon_when_the_broker_is_not_ready(fresh: Desk, error: Error) -> None:
     fresh.connects().hears(error)
     assert fresh.effects == [Say(error.text, trouble=True)]
     fresh.passes(LONGEST_BACKOFF_S)
@@ -148,17 +141,11 @@ def test_reconnects_back_off(fresh: Desk) -> None:
         (30.0, CONFIG, "heartbeat_interval is 30 s"),
         (None, RunConfig("gossip", 5), "mode 'gossip'"),
         (None, RunConfig("sync", 5, fragment_merge="sum"), "merges by 'sum'"),
-        (
-            None,
-            RunConfig("sync", 3, num_fragments=4),
-            "sync_every is 3 and the run has 4 fragments",
-        ),
+        (None, RunConfig("sync", 3, num_fragments=4), "sync_every is 3 and the run has 4"),
         (None, RunConfig("sync", 5, num_fragments=2), "0 numbers for 2 tensors"),
     ],
 )
-def test_incompatible_run_is_refused_with_a_sentence(
-    interval: float | None, config: RunConfig, words: str
-) -> None:
+def test_incompatible_run_is_refused(interval: float | None, config: RunConfig, words: str) -> None:
     made = desk(interval).connects().is_welcomed(version(0), config=config)
     (refusal,) = made.all(JoinRefused)
     assert words in refusal.text
@@ -170,9 +157,7 @@ def test_incompatible_run_is_refused_with_a_sentence(
     ("interval", "config"),
     [(29.0, CONFIG), (None, RunConfig("async", 5)), (None, RunConfig("async", 5, dylu=True))],
 )
-def test_compatible_run_is_rejoined_with_another_h(
-    interval: float | None, config: RunConfig
-) -> None:
+def test_run_is_rejoined_with_another_h(interval: float | None, config: RunConfig) -> None:
     made = desk(interval).connects().is_welcomed(version(0), config=config)
     later = replace(config, sync_every=9, wire_dtype="fp32")
     for told in (config, later):
@@ -194,9 +179,7 @@ def test_compatible_run_is_rejoined_with_another_h(
         ("fragment_delay_auto", True),
     ],
 )
-def test_rejoining_is_refused_where_terms_of_pushes_in_flight_changed(
-    ready: Desk, name: str, value: Any
-) -> None:
+def test_rejoining_is_refused_where_terms_changed(ready: Desk, name: str, value: Any) -> None:
     ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
     (refusal,) = ready.all(JoinRefused)
     in_words = {"fragment_delay_auto": "fragment_sync_delay auto"}
@@ -279,35 +262,26 @@ OVER, RESTART = (Notice(what, "SIGTERM.") for what in ("shutdown", "restarting")
         ([Heartbeat(b"", 1)], [Say("The broker sent a heartbeat, which only workers send.", True)]),
     ],
 )
-def test_notice_is_answered_or_passed_on_at_once(
-    ready: Desk, notices: list[Message], effects: list[Effect]
-) -> None:
+def test_notice_is_handled_soon(ready: Desk, notices: list[Message], effects: list[Effect]) -> None:
     ready.hears(*notices)
     assert ready.effects == effects
 
 
-def test_stop_is_passed_on_once_the_push_in_flight_counted(ready: Desk) -> None:
-    asked = Notice("stop_all", "An operator asks each worker to stop.", round=9)
+@pytest.mark.parametrize("what", ["stop_all", "over"])
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "connection breaks"])
+def test_stop_is_passed_on_after_the_last_push(ready: Desk, what: str, is_counted: bool) -> None:
+    asked = Notice(what, "An operator asks each worker to stop.", round=9)
     ready.holds(version(0))
     ready.happens(Offer(gradient()))
     ready.hears(asked)
     assert not ready.all(Told)
-    ready.receives(version(1), whole(77))
+    if is_counted:
+        ready.receives(version(1), whole(77))
+    else:
+        ready.happens(Disconnected("gone"))
     assert ready.all(Told) == [Told(replace(asked, what="shutdown"))]
     ready.hears(asked)
-    assert ready.all(Told), "nothing is in flight"
-
-
-def test_stop_is_passed_on_when_the_connection_breaks(
-    ready: Desk,
-) -> None:
-    over = Notice("over", "The run is over.", round=9)
-    ready.holds(version(0))
-    ready.happens(Offer(gradient()))
-    ready.hears(over)
-    assert not ready.all(Told)
-    ready.happens(Disconnected("gone"))
-    assert ready.all(Told) == [Told(replace(over, what="shutdown"))]
+    assert bool(ready.all(Told)) == is_counted, "nothing is in flight"
 
 
 def test_save_request_is_passed_on_at_once(ready: Desk) -> None:
@@ -323,6 +297,7 @@ def test_heartbeats_can_be_turned_off() -> None:
     made.passes(10_000)
     assert made.session.connection.is_joined
     assert not made.all(Beat)
+    assert heartbeat_interval(replace(CONFIG, heartbeat_timeout=1e-300), None) == LEAST_HEARTBEAT_S
 
 
 def test_unanswered_heartbeats_break_the_connection(ready: Desk) -> None:
@@ -398,9 +373,7 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
         (version(7), False),  # it is ahead
     ],
 )
-def test_worker_says_that_the_broker_goes_on_from_another_branch(
-    ready: Desk, theirs: VersionId, is_another_branch: bool
-) -> None:
+def test_another_branch_is_logged(ready: Desk, theirs: VersionId, is_another_branch: bool) -> None:
     ready.holds(version(4))
     told = []
     for _ in range(2):
@@ -450,10 +423,6 @@ def test_chunks_too_small_to_track_are_refused() -> None:
     made.is_welcomed(version(0), config=replace(CONFIG, chunk_elements=1))
     (refusal,) = made.all(JoinRefused)
     assert "chunk_elements" in refusal.text
-
-
-def test_tiny_heartbeat_timeout_does_not_flood() -> None:
-    assert heartbeat_interval(replace(CONFIG, heartbeat_timeout=1e-300), None) == LEAST_HEARTBEAT_S
 
 
 def test_worker_removed_during_an_upload_keeps_no_credit() -> None:

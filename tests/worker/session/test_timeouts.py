@@ -47,9 +47,7 @@ def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
     assert lives_on(ready, 10 * BULK_PATIENCE_S), "a round may take long"
 
 
-def test_waiting_pushes_and_unreleased_versions_do_not_time_out(
-    ready: Desk,
-) -> None:
+def test_waiting_pushes_and_unreleased_versions_do_not_time_out(ready: Desk) -> None:
     ready.hears(Released(0, version(1), whole(5)))
     assert lives_on(ready, 10 * BULK_PATIENCE_S), "it was not requested"
     ready.happens(RequestVersion(0))
@@ -89,9 +87,7 @@ def test_patience_grows_until_data_arrives(ready: Desk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_run_continues_after_a_data_connection_was_forgotten(
-    up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_survives_a_forgotten_connection(up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From some chunk on all bytes of that connection are dropped; nothing is closed."""
     monkeypatch.setattr("diloco_worker.session.connection.BULK_PATIENCE_S", 0.5)
     steps = 6

@@ -93,9 +93,7 @@ def test_slot_of_a_fragment_in_flight_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize(("first_round", "next_fragment"), [(3, 1), (4, 1), (5, 2), (2, 2)])
-def test_welcome_moves_the_cursor_past_pushes_in_flight(
-    first_round: int, next_fragment: int
-) -> None:
+def test_welcome_moves_the_cursor_past_flights(first_round: int, next_fragment: int) -> None:
     training = streaming(fragment_max_delay=100).steps(2)
     training.is_welcome(first_round).steps(2)
     assert [push.fragment for push in training.pushes] == [0, next_fragment]

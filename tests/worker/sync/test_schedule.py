@@ -152,9 +152,7 @@ def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
         (4, "push, welcomed 4 over 0, merged 0", 4),
     ],
 )
-def test_cursor_passes_no_round_that_may_still_need_this_worker(
-    fragments: int, story: str, cursor: int
-) -> None:
+def test_cursor_skips_no_round_that_may_need_us(fragments: int, story: str, cursor: int) -> None:
     assert after(story, fragments).cursor == cursor
 
 
@@ -179,9 +177,7 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         (4, "push, welcomed 4 over 0, merged 0", TurnState.FREE),
     ],
 )
-def test_turn_is_the_state_of_the_fragment_at_the_cursor(
-    fragments: int, story: str, turn: TurnState
-) -> None:
+def test_turn_is_that_of_the_next_fragment(fragments: int, story: str, turn: TurnState) -> None:
     assert after(story, fragments).turn() is turn
 
 
@@ -203,9 +199,7 @@ def test_turn_is_the_state_of_the_fragment_at_the_cursor(
         (2, "welcomed 0, push, welcomed 1, carried 0 2", set()),
     ],
 )
-def test_push_is_awaited_where_no_round_before_it_lacks_a_push_of_this_worker(
-    fragments: int, story: str, waits_for: set[int]
-) -> None:
+def test_push_awaited_if_none_is_missing(fragments: int, story: str, waits_for: set[int]) -> None:
     turns = after(story, fragments)
     assert {each for each in turns.rounds if turns.may_wait(each)} == waits_for
 
@@ -218,9 +212,7 @@ def test_push_is_awaited_where_no_round_before_it_lacks_a_push_of_this_worker(
         ("push, push, push, merged 0, welcomed 6", 7, {2: 6, 1: 9}),
     ],
 )
-def test_welcome_assigns_pushes_in_flight_to_expected_rounds(
-    story: str, cursor: int, rounds: dict[int, int]
-) -> None:
+def test_welcome_assigns_flights_to_rounds(story: str, cursor: int, rounds: dict[int, int]) -> None:
     turns = after(story, fragments=4)
     assert (turns.cursor, turns.rounds) == (cursor, rounds)
 
@@ -236,9 +228,7 @@ def test_asynchronous_worker_waits_for_every_push_and_keeps_its_order() -> None:
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60))
-def test_no_fragment_is_in_flight_twice_and_no_wait_is_beyond_the_cursor(
-    fragments: int, script: list[tuple[int, int]]
-) -> None:
+def test_no_fragment_is_in_flight_twice(fragments: int, script: list[tuple[int, int]]) -> None:
     turns = RoundSchedule(fragments, fragments)
     unanswered: set[int] = set()
     for action, number in script:

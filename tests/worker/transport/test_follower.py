@@ -60,9 +60,8 @@ class Scene:
 
     def opens(self, reply: str, address: str = "", shortcut: str = "") -> bytes:
         """Open a connection; the broker's route to it."""
-        self.followers.open(
-            address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut
-        )
+        lanes = (Lane(b"session", 1, (b"\x0f",)),)
+        self.followers.open(address or self.address, lanes, reply, shortcut)
         self.until(lambda: bool(self.broker.poll(0)))
         route, header = self.broker.recv_multipart()
         assert isinstance(decode(header), Lane)
@@ -112,9 +111,7 @@ def scene() -> Iterator[Scene]:
     [(0, 2 * CHUNK, "600 bytes"), (17, 4 * CHUNK, "not of this process")],
     ids=["wrong length", "not its own"],
 )
-def test_connection_with_a_malformed_message_is_reopened(
-    scene: Scene, index: int, size: int, why: str
-) -> None:
+def test_malformed_message_reopens_the_link(scene: Scene, index: int, size: int, why: str) -> None:
     """All that followed it is void, and the thread goes on with the next connection."""
     route = scene.opens("fp32")
     for _ in range(3):
@@ -147,9 +144,7 @@ def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     assert vector.tolist() == [2.0] * 4 * CHUNK
 
 
-def test_unexpected_error_costs_a_rank_its_connection_only(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_costs_a_rank_its_connection(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     failures, store = [MemoryError("no room")], scene.link.buffers.store
 
     def fail_once(*arguments: Any) -> None:
@@ -168,9 +163,7 @@ def test_unexpected_error_costs_a_rank_its_connection_only(
 
 
 @pytest.mark.parametrize("is_fetched", [True, False], ids=["fetched", "the model's own"])
-def test_rank_seeds_its_chunks_of_the_version_that_the_leader_holds(
-    scene: Scene, is_fetched: bool
-) -> None:
+def test_rank_seeds_its_chunks_of_the_held_version(scene: Scene, is_fetched: bool) -> None:
     """Frozen parameters are not fetched where the model has them already."""
     route = scene.opens("fp32")
     if is_fetched:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from diloco_protocol.clients.command_line import App
 from diloco_tools.launch.kubernetes.cli import kubernetes
 from diloco_tools.launch.local.cli import local
+from diloco_tools.launch.sky import sky
 from diloco_tools.launch.slurm.cli import app as slurm
 
 app = App(no_args_is_help=True)
@@ -12,6 +13,7 @@ app = App(no_args_is_help=True)
 app.command("local", context_settings={"allow_interspersed_args": False})(local)
 app.add_typer(slurm, name="slurm")
 app.command("kubernetes")(kubernetes)
+app.command("sky")(sky)
 
 
 @app.callback()

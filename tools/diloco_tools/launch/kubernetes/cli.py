@@ -8,13 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from diloco_protocol.clients.command_line import failing_in_a_sentence, with_options
-from diloco_protocol.errors import UsageError
 from diloco_tools.launch.commands import COMMAND, check_serve_options, make_keys, serve_words
 from diloco_tools.launch.kubernetes.objects import objects_of
 from diloco_tools.launch.kubernetes.run import KubernetesRun, image
+from diloco_tools.launch.yaml_text import yaml_text
 from diloco_tools.options import options_of, reads
 
-WIDTH = 110
 HEAD = """\
 # The run {name}: a broker and {islands}. Written by diloco-launch kubernetes.
 # It has been checked against the schemas of Kubernetes, and not run on a cluster.
@@ -71,30 +70,6 @@ def kubernetes(
 
 
 def as_yaml(run: KubernetesRun) -> str:
-    """One document per object.
-
-    Raises UsageError if PyYAML is missing.
-    """
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise UsageError(
-            'PyYAML is missing: install it with pip install "diloco-broker[kubernetes]".'
-        ) from None
-
-    class Readable(yaml.SafeDumper):
-        """Scripts as literal blocks, and no references."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def text_of(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        style = "|" if "\n" in text else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-    Readable.add_representer(str, text_of)
+    """One document per object. Raises UsageError if PyYAML is missing."""
     islands = f"{run.islands} island{'s'[: run.islands != 1]}"
-    text = yaml.dump_all(
-        objects_of(run), Dumper=Readable, sort_keys=False, explicit_start=True, width=WIDTH
-    )
-    return HEAD.format(name=run.name, islands=islands) + str(text)
+    return HEAD.format(name=run.name, islands=islands) + yaml_text(objects_of(run))

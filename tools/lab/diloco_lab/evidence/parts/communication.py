@@ -59,7 +59,7 @@ CODEC_PAIRS = (
     "sparse:128/int4z",
 )
 # As published: the decayed residual replaces the momentum (SparseLoCo, arXiv 2508.15706).
-_SPARSELOCO = {
+SPARSELOCO = {
     "outer": "sgd",
     "outer_lr": 1.0,
     "outer_momentum": 0.0,
@@ -70,7 +70,7 @@ _SPARSELOCO = {
 
 def _in(pair: str) -> Arm:
     up, down = pair.split("/")
-    rule = _SPARSELOCO if up in SPARSE_KEPT else {"outer_lr": 0.8, "outer_momentum": 0.5}
+    rule = SPARSELOCO if up in SPARSE_KEPT else {"outer_lr": 0.8, "outer_momentum": 0.5}
     return Arm(pair, Trial().with_changes(**rule, wire_dtype=up, reply_dtype=down))
 
 

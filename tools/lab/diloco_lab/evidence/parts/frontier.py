@@ -13,7 +13,7 @@ from diloco_lab.evidence.claim import (
     compared,
     sent,
 )
-from diloco_lab.evidence.parts.communication import SPARSE
+from diloco_lab.evidence.parts.communication import SPARSE, SPARSELOCO
 from diloco_lab.evidence.trial import Trial
 
 _FOUR = Trial(workers=4, every=5)
@@ -40,7 +40,16 @@ FRONTIER = Part(
         _like_it(_KILLED, drop=0.1),
         _like_it("H = 100", sync_every=100),
         _like_it(_INT4Z, wire_dtype="int4z", reply_dtype="int4z"),
-        _like_it("H = 50, sparse", wire_dtype=SPARSE, reply_dtype="int4z"),
+        Arm(
+            "H = 50, sparse",
+            _FOUR.with_changes(
+                **SPARSELOCO | {"outer_lr_schedule": "cosine:20:0.65"},
+                sync_every=50,
+                every=1,
+                wire_dtype=SPARSE,
+                reply_dtype="int4z",
+            ),
+        ),
     ),
     (
         Claim("bytes in int4z, against data-parallel", Relation(most=-99), _bytes_of_int4z),

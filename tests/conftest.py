@@ -1,12 +1,11 @@
 """Fixtures that several files use, and what holds for each test."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -14,6 +13,9 @@ from hypothesis import settings
 from kit import tiers
 from kit.paths import ROOT
 from kit.session_harness import FROZEN, Desk, desk, version
+
+if TYPE_CHECKING:
+    from kit.process_kit import Processes
 
 # With more threads torch spends the time of small models waking them: three times as much of it. Before
 # torch is loaded, and for the processes that tests start.
@@ -136,6 +138,16 @@ def _signals_come_back() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> "Iterator[Processes]":
+    """Processes of one test; those that are left end with it."""
+    from kit.process_kit import Processes  # it loads torch
+
+    made = Processes(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture

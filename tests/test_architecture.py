@@ -1,7 +1,5 @@
 """What the import contracts in pyproject.toml (`make lint`) cannot say of the structure."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -104,25 +102,13 @@ def test_a_core_opens_no_file_and_loads_no_code() -> None:
 def changed(module: str) -> set[str]:
     """Attributes that a module assigns, deletes from, or calls a method on that changes them."""
     found = set()
-
-    def note(target: ast.AST) -> None:
-        if isinstance(target, ast.Tuple):
-            for each in target.elts:
-                note(each)
-        while isinstance(target, ast.Subscript):
-            target = target.value
-        if isinstance(target, ast.Attribute):
-            found.add(target.attr)
-
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        match node:
-            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
-                for target in targets:
-                    note(target)
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                note(target)
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in CHANGES:
-                note(value)
+        for place in _changed(node):
+            inner = place
+            while isinstance(inner, ast.Subscript):
+                inner = inner.value
+            if isinstance(inner, ast.Attribute):
+                found.add(inner.attr)
     return found
 
 
@@ -179,16 +165,21 @@ def written_in_state(source: str) -> list[str]:
         for name, value in _assigned(node):
             if isinstance(name, ast.Name) and value and _reaches_state(value, aliases):
                 aliases.add(name.id)
-    found = []
-    for node in nodes:
-        targets = [target for target, _ in _assigned(node)]
-        changed = [t.value for t in targets if isinstance(t, ast.Attribute | ast.Subscript)]
-        if isinstance(node, ast.Delete):
-            changed = node.targets
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            changed = [node.func.value] if node.func.attr in CHANGES else []
-        found += [ast.unparse(node) for each in changed if _reaches_state(each, aliases)]
-    return found
+    return [
+        ast.unparse(node)
+        for node in nodes
+        for place in _changed(node)
+        if _reaches_state(getattr(place, "value", place), aliases)  # not the state itself
+    ]
+
+
+def _changed(node: ast.AST) -> list[ast.expr]:
+    """Whatever a statement assigns to, deletes, or calls a method on that changes it; no plain names."""
+    if isinstance(node, ast.Delete):
+        return node.targets
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return [node.func.value] if node.func.attr in CHANGES else []
+    return [t for t, _ in _assigned(node) if isinstance(t, ast.Attribute | ast.Subscript)]
 
 
 def _assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:

@@ -1,7 +1,5 @@
 """What is around the packages: images, workflows, the board for Grafana."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

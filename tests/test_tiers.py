@@ -1,15 +1,11 @@
 """Is a test that is too expensive for its tier found, whatever process spends the time?"""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
 
 from kit import tiers
 from kit.process_kit import Processes
-
-pytest_plugins = ("kit.process_fixtures",)
 
 BUSY = "import time\nuntil = time.process_time() + 0.3\nwhile time.process_time() < until: pass"
 

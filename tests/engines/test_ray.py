@@ -1,7 +1,5 @@
 """A run on a real Ray: to its end, and through what may happen to its processes and nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from diloco_broker import BrokerConfig
-from kit.engine_runs import SPREAD, findings, lives, losses
+from kit.engine_runs import lives, losses, mean_loss
 from kit.paths import ROOT
 
 ray = pytest.importorskip("ray", reason="Ray is not here; `make test-engines` installs it")
@@ -58,10 +56,7 @@ class Made:
 def cluster(request: pytest.FixtureRequest) -> Iterator[Made]:
     """A head that holds what takes no CPU, and one node with one CPU."""
     began = time.monotonic()
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False},
-    )
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         made.add_node(num_cpus=1)
         path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -165,14 +160,7 @@ class Run:
         return self.result
 
     def is_sound(self, calm: float | None = None) -> float:
-        """Nothing lost, nothing doubled, the loss as without faults. Returns the mean of the losses."""
-        found = findings(self.audit, self.out)
-        assert found.problems == []
-        assert len(found.lineage) == ROUNDS + 1
-        ends = losses(self.out)
-        mean = sum(ends.values()) / len(ends)
-        assert calm is None or abs(mean / calm - 1) < SPREAD
-        return mean
+        return mean_loss(self.audit, self.out, ROUNDS, calm)
 
 
 @pytest.fixture(scope="module")

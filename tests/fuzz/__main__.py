@@ -13,8 +13,6 @@ target in a process of its own. Elsewhere, and with `--inputs`, they are drawn b
 failing input is written to a file, and the command that replays it is printed; the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

@@ -3,8 +3,6 @@
 An input is a choice of what reads it, and the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgpack
@@ -138,12 +136,5 @@ def _payload(draws: Draws) -> None:
 
 
 READERS: list[Callable[[Draws], None]] = [
-    _frames,
-    _header,
-    _record,
-    _manifest,
-    _description,
-    _ledger,
-    _snapshot,
-    _payload,
+    *(_frames, _header, _record, _manifest, _description, _ledger, _snapshot, _payload),
 ]

@@ -1,7 +1,5 @@
 """Choices made from bytes: to change one of them changes one choice, and their end is not an error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

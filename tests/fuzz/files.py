@@ -4,8 +4,6 @@ An input is a choice of the file, and of what is done to a sound one. Checkpoint
 one who means harm would write it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib
@@ -40,15 +38,7 @@ from kit.checkpoints import a_checkpoint
 
 ODD: list[Any] = [None, -1, 0, 1, 2**40, 2**63, 10**400, 1e308, float("inf"), float("nan"), "", "x"]
 ODD += [
-    "../../../../etc/passwd",
-    "/dev/zero",
-    "load",
-    "\x1b[2J",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"a": []},
+    *("../../../../etc/passwd", "/dev/zero", "load", "\x1b[2J", "\ud800", [], {}, [[]], {"a": []}),
     True,
 ]
 LONGEST_SENTENCE = 2000
@@ -242,11 +232,5 @@ def _split(draws: Draws, folder: Path) -> None:
 
 
 READERS: list[Callable[[Draws, Path], None]] = [
-    _checkpoint,
-    _checkpoint,
-    _checkpoint,
-    _model,
-    _keys,
-    _history,
-    _split,
+    *(_checkpoint, _checkpoint, _checkpoint, _model, _keys, _history, _split),
 ]

@@ -5,8 +5,6 @@ the feed is made, all that is sent must have a header, the invariants hold, and 
 bounds. Nothing is raised at all: the broker's loop would end with it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,14 +61,8 @@ TO_BROKER = sorted(
 )
 TO_BROKER += ["credit", "control", "control", "heartbeat", "push", "chunk", "welcome", "result"]
 SETTINGS: list[dict[str, Any]] = [
-    {"outer_lr": 0.5},
-    {"workers": 1},
-    {"min_workers": 2},
-    {"quorum": 1},
-    {"grace": 0.5},
-    {"save_every": 2},
-    {"sync_every": 10},
-    {"outer_momentum": 0.5},
+    *({"outer_lr": 0.5}, {"workers": 1}, {"min_workers": 2}, {"quorum": 1}, {"grace": 0.5}),
+    *({"save_every": 2}, {"sync_every": 10}, {"outer_momentum": 0.5}),
 ]
 ASKED = ["status", "manifest", "save", "kick", "pause", "resume", "shutdown", "set", "nonsense"]
 ASKED += ["save_all", "stop_all"]
@@ -363,34 +355,12 @@ class Play:
 
 
 ACTS: list[Callable[[Play], None]] = [
-    Play.is_hostile,
-    Play.repeats_with_a_change,
-    Play.joins,
-    Play.pushes,
-    Play.delivers,
-    Play.commits,
-    Play.push_is_whole,
-    Play.beats,
-    Play.pulls,
-    Play.observes,
-    Play.leaves,
-    Play.loses_connection,
-    Play.operates,
-    Play.is_noise,
-    Play.time_passes,
-    Play.stands_still,
-    Play.disk_answers,
-    Play.works,
-    Play.key_is_revoked,
-    Play.connection_is_ended,
-    Play.is_told_to_stop,
-    Play.describes,
-    Play.comes_back_with_versions,
-    Play.is_hostile,
-    Play.takes_units,
-    Play.repeats_with_a_change,
-    Play.push_is_whole,
-    Play.is_hostile,
+    *(Play.is_hostile, Play.repeats_with_a_change, Play.joins, Play.pushes, Play.delivers),
+    *(Play.commits, Play.push_is_whole, Play.beats, Play.pulls, Play.observes, Play.leaves),
+    *(Play.loses_connection, Play.operates, Play.is_noise, Play.time_passes, Play.stands_still),
+    *(Play.disk_answers, Play.works, Play.key_is_revoked, Play.connection_is_ended),
+    *(Play.is_told_to_stop, Play.describes, Play.comes_back_with_versions, Play.is_hostile),
+    *(Play.takes_units, Play.repeats_with_a_change, Play.push_is_whole, Play.is_hostile),
     Play.repeats_with_a_change,
 ]
 

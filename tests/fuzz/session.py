@@ -5,8 +5,6 @@ not fit is dropped and said aloud. What the session asks for is bounded too: the
 and how soon it wants to be called again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,15 +51,7 @@ CONFIGS = [(WHOLE, ()), (SPLIT, (0, 1, 2, 2, 3)), (replace(WHOLE, mode="async", 
 MOST_EVENTS = 200
 MOST_EFFECTS = 300  # of one event: the chunks of a fragment, and a notice for each
 FROM_BROKER = [
-    "welcome",
-    "grant",
-    "ack",
-    "released",
-    "notice",
-    "rejoin",
-    "error",
-    "chunk",
-    "result",
+    *("welcome", "grant", "ack", "released", "notice", "rejoin", "error", "chunk", "result"),
 ]
 NOTICES = ["ping", "describe", "donate", "shutdown", "restarting", "carried", "kicked", "waiting"]
 NOTICES += ["sync_every", "alive", "\x1b", ""]
@@ -221,29 +211,12 @@ class Play:
 
 
 ACTS: list[Callable[[Play], None]] = [
-    Play.broker_is_hostile,
-    Play.connects,
-    Play.is_welcomed,
-    Play.breaks,
-    Play.time_passes,
-    Play.offers,
-    Play.asks_for_a_version,
-    Play.asks,
-    Play.is_prepared,
-    Play.is_granted,
-    Play.is_acknowledged,
-    Play.gets_a_chunk,
-    Play.gets_a_version,
-    Play.is_told,
-    Play.broker_welcomes_strangely,
-    Play.broker_changes_something,
-    Play.broker_makes_noise,
-    Play.is_locked_out,
-    Play.departs,
-    Play.broker_is_hostile,
-    Play.broker_changes_something,
-    Play.offers,
-    Play.time_passes,
+    *(Play.broker_is_hostile, Play.connects, Play.is_welcomed, Play.breaks, Play.time_passes),
+    *(Play.offers, Play.asks_for_a_version, Play.asks, Play.is_prepared, Play.is_granted),
+    *(Play.is_acknowledged, Play.gets_a_chunk, Play.gets_a_version, Play.is_told),
+    *(Play.broker_welcomes_strangely, Play.broker_changes_something, Play.broker_makes_noise),
+    *(Play.is_locked_out, Play.departs, Play.broker_is_hostile, Play.broker_changes_something),
+    *(Play.offers, Play.time_passes),
 ]
 
 

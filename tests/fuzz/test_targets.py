@@ -1,7 +1,5 @@
 """What fuzzing has kept still does no harm, nor some inputs drawn now; a failure is written down."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

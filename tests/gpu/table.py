@@ -5,8 +5,6 @@ where there is one, and have its bytes on the host; and to merge a version under
 With the base on the host, with the base on the device, and of a model on the host.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

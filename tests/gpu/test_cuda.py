@@ -4,8 +4,6 @@ What needs no device is tested on one that is made up (`worker/model/test_placem
 in `worker/model/test_spread_tensors`.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

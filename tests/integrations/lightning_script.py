@@ -60,33 +60,26 @@ class Deadly(Callback):
         tiny_task.die_if_asked(trainer.global_step)
 
 
-def main() -> None:
-    name = sys.argv[1]
-    folder = Path(f"{name}-checkpoint")
-    saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[-1]))
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=processes,
-        strategy="ddp" if processes > 1 else "auto",
-        gradient_clip_val=tiny_task.MAX_NORM,
-        logger=CSVLogger(".", name=f"{name}-log"),
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            Deadly(),
-            DiLoCoCallback(worker_id=name),
-            ModelCheckpoint(
-                folder, "{step}", every_n_train_steps=tiny_task.SAVE_EVERY, save_top_k=-1
-            ),
-        ],
-    )
-    module = Module()
-    trainer.fit(module, Batches(name), ckpt_path=saved[-1] if saved else None, weights_only=True)
-    tiny_task.write_result(name + os.environ.get("RANK", ""), module.model)
-
-
-if __name__ == "__main__":
-    main()
+name = sys.argv[1]
+folder = Path(f"{name}-checkpoint")
+saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[-1]))
+processes = int(os.environ.get("WORLD_SIZE", "1"))
+trainer = Trainer(
+    max_epochs=1,
+    accelerator="cpu",
+    devices=processes,
+    strategy="ddp" if processes > 1 else "auto",
+    gradient_clip_val=tiny_task.MAX_NORM,
+    logger=CSVLogger(".", name=f"{name}-log"),
+    log_every_n_steps=1,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    callbacks=[
+        Deadly(),
+        DiLoCoCallback(worker_id=name),
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=tiny_task.SAVE_EVERY, save_top_k=-1),
+    ],
+)
+module = Module()
+trainer.fit(module, Batches(name), ckpt_path=saved[-1] if saved else None, weights_only=True)
+tiny_task.write_result(name + os.environ.get("RANK", ""), module.model)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from integrations.in_order import train_in_order
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from diloco_worker import DiLoCoWorker
 from diloco_worker.transformers import DiLoCoCallback
@@ -29,16 +29,6 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
-
-
-class Dies(TrainerCallback):
-    def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        tiny_task.die_if_asked(state.global_step)
 
 
 def make_model() -> Any:
@@ -69,43 +59,22 @@ def by_hand(name: str, model: Any, optimizer: torch.optim.Optimizer) -> DiLoCoWo
 
 def by_trainer(name: str, model: Any, optimizer: torch.optim.Optimizer) -> DiLoCoWorker | None:
     callback = DiLoCoCallback(worker_id=name)
-    trainer = InOrder(
-        model,
-        TrainingArguments(
-            output_dir=f"{name}-checkpoints",
-            per_device_train_batch_size=tiny_task.BATCH,
-            max_steps=tiny_task.STEPS,
-            save_steps=tiny_task.SAVE_EVERY,
-            max_grad_norm=tiny_task.MAX_NORM,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=Texts(name),
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
-        callbacks=[callback, Dies()],
-    )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(f"{name}-checkpoints"))
+    train_in_order(name, model, Texts(name), optimizer, callback)
     return callback.diloco
 
 
-def main() -> None:
-    name = sys.argv[1]
-    model = make_model()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=tiny_task.LEARNING_RATE, weight_decay=0.0)
-    train = by_hand if "plain" in sys.argv else by_trainer
-    diloco = train(name, model, optimizer)
-    assert diloco is not None
-    metrics = diloco.sync_metrics
-    sizes = {
-        "all": sum(4 * p.numel() for p in model.parameters()),
-        "trained": sum(4 * p.numel() for p in trained),
-        "moved": [metrics.bytes_up, metrics.bytes_down],
-    }
-    Path(f"{name}.json").write_text(json.dumps(sizes))
-    tiny_task.write_result(name, model)
-
-
-if __name__ == "__main__":
-    main()
+name = sys.argv[1]
+model = make_model()
+trained = [p for p in model.parameters() if p.requires_grad]
+optimizer = torch.optim.AdamW(trained, lr=tiny_task.LEARNING_RATE, weight_decay=0.0)
+train = by_hand if "plain" in sys.argv else by_trainer
+diloco = train(name, model, optimizer)
+assert diloco is not None
+metrics = diloco.sync_metrics
+sizes = {
+    "all": sum(4 * p.numel() for p in model.parameters()),
+    "trained": sum(4 * p.numel() for p in trained),
+    "moved": [metrics.bytes_up, metrics.bytes_down],
+}
+Path(f"{name}.json").write_text(json.dumps(sizes))
+tiny_task.write_result(name, model)

@@ -1,7 +1,5 @@
 """The examples for other people's frameworks, and what is exported of them, in the real libraries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from kit.integrations import needs
 from kit.process_kit import Processes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-pytest_plugins = ("kit.process_fixtures",)
 
 
 @pytest.mark.parametrize(
@@ -31,20 +28,26 @@ def test_two_workers_train_by_the_example(processes: Processes, name: str) -> No
         assert last < first, output
 
 
+def exported(processes: Processes, name: str, out: str, like: str) -> str:
+    """The folder of an export, once the example has trained; `like` names what it shall look like."""
+    address = processes.broker(**BROKER | {"workers": 1}).address()
+    worker = started(processes, name, "a", address, "--out", str(processes.folder / out))
+    assert worker.ends(within=90) == 0, worker.output
+    *_, newest = sorted(processes.folder.glob(like))
+    to = str(processes.folder / "exported")
+    command = ["export", address, "--to", to, "--like", str(newest)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return to
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, for transformers
 @needs("transformers", "peft")
 def test_exported_adapters_load_into_the_base_model(processes: Processes) -> None:
     import peft
     import transformers
 
-    broker = processes.broker(**BROKER | {"workers": 1})
-    address = broker.address()
-    out, to = processes.folder / "adapters", processes.folder / "exported"
-    worker = started(processes, "lora.py", "a", address, "--out", str(out))
-    assert worker.ends(within=90) == 0, worker.output
-    command = ["export", address, "--to", str(to), "--like", str(out)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    to = exported(processes, "lora.py", "adapters", "adapters")
     torch.manual_seed(0)  # the base of the example
     base: Any = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -56,7 +59,7 @@ def test_exported_adapters_load_into_the_base_model(processes: Processes) -> Non
             num_key_value_heads=4,
         )
     )
-    model = peft.PeftModel.from_pretrained(base, str(to))
+    model = peft.PeftModel.from_pretrained(base, to)
     loaded = {name: each for name, each in model.named_parameters() if "lora_B" in name}
     assert loaded and all(each.abs().max() > 0 for each in loaded.values())
     numbers = torch.arange(16)[None]
@@ -67,15 +70,7 @@ def test_exported_adapters_load_into_the_base_model(processes: Processes) -> Non
 def test_exported_folder_loads_with_from_pretrained(processes: Processes) -> None:
     import transformers
 
-    broker = processes.broker(**BROKER | {"workers": 1})
-    address = broker.address()
-    out, to = processes.folder / "trained", processes.folder / "exported"
-    worker = started(processes, "hugging_face.py", "a", address, "--out", str(out))
-    assert worker.ends(within=90) == 0, worker.output
-    (like,) = sorted(out.glob("checkpoint-*"))[-1:]
-    command = ["export", address, "--to", str(to), "--like", str(like)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(to))
+    to = exported(processes, "hugging_face.py", "trained", "trained/checkpoint-*")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(to)
     numbers = torch.arange(16)[None]
     assert model(input_ids=numbers, labels=numbers).loss < 4.0

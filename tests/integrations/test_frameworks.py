@@ -1,7 +1,5 @@
 """Scripts of other frameworks, killed and resumed once, come to what the plain loop comes to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from kit.integrations import PATIENT, PLAIN, WITHIN_S, needs, trained
 from kit.process_kit import Processes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-pytest_plugins = ("kit.process_fixtures",)
 
 FOLDER = Path(__file__).parent
 

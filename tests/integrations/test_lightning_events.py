@@ -1,7 +1,5 @@
 """What the callback does at each event of Lightning's Trainer, in this process, at a real broker."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -23,11 +21,7 @@ from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config
 
-pytestmark = [
-    pytest.mark.integration,
-    needs("lightning"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.integration, needs("lightning"), pytest.mark.filterwarnings("default")]
 
 H = 4
 Fit = Callable[..., Any]

@@ -1,7 +1,5 @@
 """What the callback does at each event of Hugging Face's Trainer, in this process, at a real broker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -211,8 +209,7 @@ def test_it_resumes_where_the_checkpoint_was_even_in_another_folder(
     state = tmp_path / "out" / f"checkpoint-{H + 1}" / "trainer_state.json"
     assert "DiLoCoCallback" in json.loads(state.read_text())["stateful_callbacks"]
     second = trainer(
-        output_dir=str(tmp_path / "other"),
-        restore_callback_states_from_checkpoint=keeps_callbacks,
+        output_dir=str(tmp_path / "other"), restore_callback_states_from_checkpoint=keeps_callbacks
     )
     second.train(resume_from_checkpoint=str(state.parent))
     diloco = hook_of(second)

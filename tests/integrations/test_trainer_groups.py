@@ -1,7 +1,5 @@
 """Trainers of several processes, Hugging Face's and Lightning's: the processes are one worker."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from kit.process_kit import Child, Processes, a_free_address
 from kit.tiny_task import DIES_AT
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-pytest_plugins = ("kit.process_fixtures",)
 
 FOLDER = Path(__file__).parent
 

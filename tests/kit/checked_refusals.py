@@ -1,7 +1,5 @@
 """Checks that each message which the broker's core refuses has changed and asked for nothing."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

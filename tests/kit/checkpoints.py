@@ -1,7 +1,5 @@
 """A small checkpoint made up for tests, and whether two are the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A small model in chunks, and the outer steps of a broker on it, without core, loop or sockets."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +15,7 @@ from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 
-SHAPES = {
-    0: {"embedding": (3, 5), "bias": (4,)},
-    1: {"layer": (2, 3, 2), "gain": (), "head": (7,)},
-}
+SHAPES = {0: {"embedding": (3, 5), "bias": (4,)}, 1: {"layer": (2, 3, 2), "gain": (), "head": (7,)}}
 MANIFEST = Manifest(
     (
         TensorEntry("embedding", (3, 5), "float32", Kind.TRAINABLE, ("tied",)),
@@ -134,17 +129,14 @@ class ChunkedModel:
             done += self.tensors.merge(fragment, span.index, groups, turn)()
         return self._took(fragment, done, len(gradients) if count is None else 0)
 
-    def steps(
-        self, gradient: Tensor, fragment: int = 0, *, count: int | None = None
-    ) -> list[Stepped]:
+    def steps(self, gradient: Tensor, fragment: int = 0) -> list[Stepped]:
         """The same by streaming."""
-        turn = self.counts[fragment] if count is None else count
         done = []
         for span in self.spans(fragment):
             payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, self.wire))
             assert fold(self.tensors, fragment, span.index, payload, 1.0) is not None
-            done += self.tensors.step(fragment, span.index, 1.0, turn)()
-        return self._took(fragment, done, 1 if count is None else 0)
+            done += self.tensors.step(fragment, span.index, 1.0, self.counts[fragment])()
+        return self._took(fragment, done, 1)
 
     def _took(self, fragment: int, done: list[Stepped], turns: int) -> list[Stepped]:
         self.counts[fragment] += turns

@@ -444,12 +444,7 @@ class Puppet:
         self.sends(Push(self.token(), push_id, chunks=chunks, weight=weight, **fields))
 
     def delivers(
-        self,
-        indexes: Iterable[int],
-        *,
-        is_finite: bool = True,
-        size: int = 0,
-        **found: Any,
+        self, indexes: Iterable[int], *, is_finite: bool = True, size: int = 0, **found: Any
     ) -> None:
         """Send these chunks. `found` is what a look at them finds: squares, fingerprint."""
         for index in indexes:

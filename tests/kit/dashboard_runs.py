@@ -1,7 +1,5 @@
 """What the dashboard is shown in a browser: a live run, and the address of its page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A stage for the dashboard: a feed without a broker, the real server in a thread, plain HTTP."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

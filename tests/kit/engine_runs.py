@@ -1,7 +1,5 @@
 """What an engine's run has left behind, compared with what it should be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,3 +31,14 @@ def losses(folder: Path) -> dict[str, float]:
         path.stem: float(json.loads(path.read_text())["loss"])
         for path in sorted(folder.glob("*.json"))
     }
+
+
+def mean_loss(broker_log: Path, folder: Path, rounds: int, calm: float | None = None) -> float:
+    """Nothing lost, nothing doubled, the loss as without faults. Returns the mean of the losses."""
+    found = findings(broker_log, folder)
+    assert found.problems == []
+    assert len(found.lineage) == rounds + 1
+    ends = losses(folder)
+    mean = sum(ends.values()) / len(ends)
+    assert calm is None or abs(mean / calm - 1) < SPREAD
+    return mean

@@ -6,8 +6,6 @@ It trains until the run is over. Where it is asked to end before, it saves, and 
 from there. FOLDER gets the audit log and the pid of each life, and in the end a result of each worker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,13 +1,10 @@
 """Small trials of the evidence, and a loop without any broker that they are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_lab.evidence.training import virtual_order
@@ -20,11 +17,11 @@ from diloco_tools.demo.model import (
     build_optimizer,
     learning_rate_factor,
 )
+from kit.reference import Buffered, DelayedNesterov, Outer, State, nesterov
 
 TINY_MODEL = GPTConfig(context=16, width=16, layers=4, heads=2)
 SPEEDS = (0.58, 0.75, 1.51, 3.33)
 TINY = Trial(model="tiny", steps=8, sync_every=2, batch=2, windows=8, lr=3e-3)
-State = dict[str, Tensor]
 
 
 def with_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,41 +33,16 @@ def a_text(trial: Trial) -> Text:
     return load_text(None, trial.workers, TINY_MODEL.context, trial.windows)
 
 
-class OuterStep:
+def outer_step(kind: str, workers: int, eta: float, mu: float) -> Outer:
     """The outer optimizers in plain torch, from the papers."""
-
-    def __init__(self, kind: str, workers: int, eta: float, mu: float) -> None:
-        self._kind, self._workers, self._eta, self._mu = kind, workers, eta, mu
-        self._count = 0
-        self._momentum: State = {}
-        self._buffer: State = {}
-
-    def __call__(self, theta: State, gradient: State) -> None:
-        eta, mu, workers = self._eta, self._mu, self._workers
-        self._count += 1
-        is_boundary = self._count % workers == 0
-        for name, g in gradient.items():
-            m = self._momentum.setdefault(name, torch.zeros_like(g))
-            buffered = self._buffer.setdefault(name, torch.zeros_like(g))
-            buffered += g
-            mean = buffered / workers
-            match self._kind:
-                case "nesterov":
-                    m.mul_(mu).add_(g)
-                    theta[name] -= eta * (g + mu * m)
-                case "paper":
-                    theta[name] -= eta * g / workers
-                    if is_boundary:
-                        m.mul_(mu).add_(mean)
-                        theta[name] -= eta * mu * m
-                case "fedbuff" | "direct":
-                    if is_boundary:
-                        m.mul_(mu).add_(mean)
-                        theta[name] -= eta * (mean + mu * m)
-                    elif self._kind == "direct":
-                        theta[name] -= eta * g
-            if is_boundary:
-                buffered.zero_()
+    momentum = nesterov(eta, mu)(0)
+    made: dict[str, Outer] = {
+        "nesterov": momentum,
+        "paper": DelayedNesterov(eta, mu, workers),
+        "direct": Buffered(momentum, workers, direct=eta),
+        "fedbuff": Buffered(momentum, workers),
+    }
+    return made[kind]
 
 
 class Replica:
@@ -115,9 +87,8 @@ def without_a_broker(
     """The global parameters at the end. `weights` of the workers, by round; else all alike."""
     replicas = [Replica(trial, number, text) for number in range(trial.workers)]
     theta = replicas[0].state
-    outer = OuterStep(
-        kind, trial.workers, trial.options["outer_lr"], trial.options["outer_momentum"]
-    )
+    given = trial.options
+    outer = outer_step(kind, trial.workers, given["outer_lr"], given["outer_momentum"])
     if trial.is_async:
         _in_virtual_time(trial, replicas, theta, outer)
         return theta
@@ -125,20 +96,20 @@ def without_a_broker(
         places = [number * trial.sync_every + step for step in range(trial.sync_every)]
         for replica in replicas:
             replica.train(places)
-        given = (weights or {}).get(number, [1.0] * trial.workers)
+        voices = (weights or {}).get(number, [1.0] * trial.workers)
         deltas = [replica.delta for replica in replicas]
         mean = {
-            name: sum((w * d[name] for w, d in zip(given, deltas, strict=True)), torch.zeros(()))
-            / sum(given)
+            name: sum((w * d[name] for w, d in zip(voices, deltas, strict=True)), torch.zeros(()))
+            / sum(voices)
             for name in theta
         }
-        outer(theta, mean)
+        theta |= outer(theta, mean)
         for replica in replicas:
             replica.take(theta)
     return theta
 
 
-def _in_virtual_time(trial: Trial, replicas: list[Replica], theta: State, outer: OuterStep) -> None:
+def _in_virtual_time(trial: Trial, replicas: list[Replica], theta: State, outer: Outer) -> None:
     steps = [trial.steps_between(number) for number in range(trial.workers)]
     total, made = trial.steps * trial.workers, 0
     begun = [0.0] * trial.workers
@@ -148,7 +119,7 @@ def _in_virtual_time(trial: Trial, replicas: list[Replica], theta: State, outer:
         span = ends - begun[number]
         places = [int(trial.steps * (begun[number] + span * k / count)) for k in range(count)]
         replicas[number].train(places)
-        outer(theta, replicas[number].delta)
+        theta |= outer(theta, replicas[number].delta)
         replicas[number].take(theta)
         begun[number] = ends
         made += count

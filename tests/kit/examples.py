@@ -1,7 +1,5 @@
 """The examples for users, run by two processes in one run."""
 
-from __future__ import annotations
-
 import re
 
 from kit.paths import ROOT

@@ -1,7 +1,5 @@
 """What the exporter makes of snapshots, and scrapes of it over HTTP read by prometheus_client itself."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 import time
@@ -25,19 +23,17 @@ from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, worker
 
 HOSTILE = [
-    'quote"d',
-    "back\\slash",
-    "two\nlines",
-    "\r\n# EOF\ndiloco_feed_up 5",
-    "x" * 10_000,
-    "y" * 9_999,
-    "größe-工作者-🦙",
-    "\u202ereversed",
-    "\x00\x1b[31m",
-    "\ud800",
-    "",
-    " ",
-    '{a="b"}',
+    *('quote"d', "back\\slash", "two\nlines", "\r\n# EOF\ndiloco_feed_up 5", "x" * 10_000),
+    *(
+        "y" * 9_999,
+        "größe-工作者-🦙",
+        "\u202ereversed",
+        "\x00\x1b[31m",
+        "\ud800",
+        "",
+        " ",
+        '{a="b"}',
+    ),
 ]
 
 
@@ -93,7 +89,7 @@ def status(**keys: Any) -> dict[str, Any]:
                 "counted": 130,
                 "held": 12,
                 "given_back": 2,
-            },
+            }
         ],
         "relays": [{"name": "north", "workers": 3, "held_bytes": 4096, "silent_s": 0.5}],
         "checkpoint": {"folder": "/runs/a", "round": 410, "age_s": 63.5, "error": None},

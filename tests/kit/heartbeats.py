@@ -1,7 +1,5 @@
 """Workers at the core that send heartbeats, while they train or stand still."""
 
-from __future__ import annotations
-
 from kit.core_harness import Stage
 
 

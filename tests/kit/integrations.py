@@ -6,8 +6,6 @@ goes on from the newest, calls `tiny_task.die_if_asked(step)` after each step, a
 `tiny_task.write_result(name, model)`.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Every kind trains the same model on the same batches, so each is to come to what a plain one comes to.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -316,6 +314,9 @@ class Island:
 
     def ends(self) -> list[int]:
         return [each.ends(ENDS_WITHIN_S) for each in self.ranks]
+
+    def ends_well(self) -> None:
+        assert not any(self.ends()), "\n".join(each.output for each in self.ranks)
 
     def kill(self) -> None:
         for each in self.ranks:

@@ -1,7 +1,5 @@
 """Work by compiled kernels, or by torch, whatever this process would choose."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Fixtures for a broker that asks for keys: `pytest_plugins = ("kit.key_fixtures",)`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The keys of one broker, by the names of those who have them; `key_fixtures` has the broker."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model of layers that are fragments, pseudo-gradients for it, and the command line of its broker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

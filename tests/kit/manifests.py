@@ -1,7 +1,5 @@
 """Manifests of made-up models, named as models in the wild are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry

@@ -3,8 +3,6 @@
 python moving_name.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diloco_broker import Broker, BrokerConfig
@@ -14,17 +12,10 @@ HOSTS = Path("/etc/hosts")
 PORT = 18777
 
 
-def main() -> None:
-    with DiLoCoClient(f"tcp://moving:{PORT}", timeout=30.0) as client:
-        for host in ("127.0.0.2", "127.0.0.3"):
-            HOSTS.write_text(f"127.0.0.1 localhost\n{host} moving\n")
-            config = BrokerConfig(
-                save_dir=None, bind=f"tcp://{host}:{PORT}", feed="tcp://127.0.0.1:*"
-            )
-            with Broker(config) as broker:
-                client.status()
-                print(f"answers at {broker.address}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+with DiLoCoClient(f"tcp://moving:{PORT}", timeout=30.0) as client:
+    for host in ("127.0.0.2", "127.0.0.3"):
+        HOSTS.write_text(f"127.0.0.1 localhost\n{host} moving\n")
+        config = BrokerConfig(save_dir=None, bind=f"tcp://{host}:{PORT}", feed="tcp://127.0.0.1:*")
+        with Broker(config) as broker:
+            client.status()
+            print(f"answers at {broker.address}", flush=True)

@@ -1,7 +1,5 @@
 """Tensor work that is only noted: for every chunk, which pushes are in it, instead of numbers."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Outer optimizers as the product has them, and beside each the same in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Lines of a history file, as a broker writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,17 +1,1 @@
-"""Processes of one test, for `pytest_plugins`."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from kit.process_kit import Processes
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.close()
+"""The fixture `processes` is in the root conftest."""

@@ -5,8 +5,6 @@ They are started by `Processes`, of which each test that needs some has one: a c
 functions at the end of this module (`start`).
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

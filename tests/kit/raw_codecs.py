@@ -3,8 +3,6 @@
 Slow, and of one value at a time, so that nothing is hidden in an operation on tensors.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from fractions import Fraction

@@ -176,6 +176,6 @@ class RawWorker:
         return values
 
 
-def one_tensor(elements: int, name: str = "weight") -> list[Header]:
+def one_tensor(elements: int) -> list[Header]:
     """The manifest of a model that is a single vector."""
-    return [{"name": name, "shape": [elements], "dtype": "float32", "kind": "trainable"}]
+    return [{"name": "weight", "shape": [elements], "dtype": "float32", "kind": "trainable"}]

@@ -1,7 +1,5 @@
 """A loop of Ray Train as a user writes one: it trains until the run is over, and reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -5,8 +5,6 @@ five rounds, keeps its folder, and then trains on for four more from a copy. Wha
 beside it as `after.safetensors`, so a test can ask whether another release gets there, too.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

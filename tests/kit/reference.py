@@ -6,8 +6,6 @@ Sources: DiLoCo (Douillard et al. 2023, arXiv 2311.08105), Streaming DiLoCo (Dou
 minus those it reached. Which tensors make a fragment is told by name; nothing is flattened or cut here.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A report as a browser gets it: its texts by section, and all that it refers to."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of the core whose broker is killed and started again, and what workers hold of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diloco_protocol.bitmap import Bitmap

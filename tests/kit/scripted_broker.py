@@ -1,7 +1,5 @@
 """A broker that says exactly what a test tells it to, and a training loop computed by hand."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,15 +11,7 @@ import torch
 import zmq
 from torch import Tensor, nn
 
-from diloco_protocol import (
-    Counted,
-    Ledger,
-    ModelLayout,
-    RunConfig,
-    VersionId,
-    pack,
-    unpack,
-)
+from diloco_protocol import Counted, Ledger, ModelLayout, RunConfig, VersionId, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.fragments import FragmentPlan
@@ -70,8 +60,8 @@ def run_config(**changes: Any) -> RunConfig:
 class ScriptedBroker:
     """A ROUTER in the test's own thread. Nothing happens on it but what the test does."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
-        self.address = address
+    def __init__(self) -> None:
+        self.address = "tcp://127.0.0.1:*"
         self.control = b""
         self.bulk = b""
         self.layout: ModelLayout | None = None
@@ -188,9 +178,9 @@ class ScriptedBroker:
         standing = Standing.NEW if held is None else Standing.RESUME
         self.says(Grant(push.push_id, push.fragment, standing, held, credit, round=round_))
 
-    def puts_off(self, push: Push, round_: int | None = None) -> None:
+    def puts_off(self, push: Push) -> None:
         """Tell a worker that its push must wait."""
-        self.says(Grant(push.push_id, push.fragment, Standing.WAIT, round=round_))
+        self.says(Grant(push.push_id, push.fragment, Standing.WAIT))
 
     def takes_chunks(self, push: Push, count: int) -> dict[int, bytes]:
         """Receive chunks of a push and acknowledge each."""

@@ -3,8 +3,6 @@
 The values of its model are the same everywhere, and each optimizer step lowers them by 1, from 100.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -184,15 +182,15 @@ class ScriptedTraining:
         said = Error(code, "No.", push_id=push.push_id, about="push", counted=counted)
         self.broker.says(said)
 
-    def says_current(self, counter: int, fragment: int = 0) -> Pull:
+    def says_current(self, counter: int) -> Pull:
         """Answer the next pull: this version, which the worker has, is the newest."""
-        pull = self.broker.hears_pull(fragment)
-        self.broker.says(Released(fragment, version(counter), Ledger()))
+        pull = self.broker.hears_pull()
+        self.broker.says(Released(0, version(counter), Ledger()))
         return pull
 
-    def is_asked_for_newest(self, fragment: int = 0) -> Pull:
+    def is_asked_for_newest(self) -> Pull:
         """The worker asks for the newest version, whatever it contains."""
-        while (pull := self.broker.hears_pull(fragment)).held is None and pull.after != -1:
+        while (pull := self.broker.hears_pull()).held is None and pull.after != -1:
             pass
         return pull
 

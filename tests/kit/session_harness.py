@@ -6,23 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from diloco_protocol import (
-    Counted,
-    Kind,
-    Ledger,
-    Manifest,
-    RunConfig,
-    TensorEntry,
-    VersionId,
-)
-from diloco_protocol.messages import (
-    Chunk,
-    Join,
-    Message,
-    Push,
-    Released,
-    Welcome,
-)
+from diloco_protocol import Counted, Kind, Ledger, Manifest, RunConfig, TensorEntry, VersionId
+from diloco_protocol.messages import Chunk, Join, Message, Push, Released, Welcome
 from diloco_worker.session.connection import LONGEST_BACKOFF_S
 from diloco_worker.session.downloads import Held
 from diloco_worker.session.effects import Effect, Open, Send, SendChunk

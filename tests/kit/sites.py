@@ -1,7 +1,5 @@
 """Hubs with relays in one process, each in a thread of its own, and clients for workers."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,11 +62,7 @@ class Sites:
         return relay
 
     def begin_relay(
-        self,
-        hub: Broker | RelayBroker | str,
-        name: str,
-        shows: Keys | None = None,
-        **given: Any,
+        self, hub: Broker | RelayBroker | str, name: str, shows: Keys | None = None, **given: Any
     ) -> RelayBroker:
         """A relay that the hub may refuse. `shows` is its key for the hub."""
         where = hub if isinstance(hub, str) else hub.address

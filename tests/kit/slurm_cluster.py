@@ -4,8 +4,6 @@ All of them share this machine, and nothing of them is reached from outside: the
 loopback, with one more address, since Slurm takes none of 127.0.0.0/8.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -117,13 +115,7 @@ class SlurmCluster:
         self._back_since: dict[str, float] = {}
         self._environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         namespaces = [
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--mount-proc",
-            "--fork",
-            "--kill-child",
+            *("--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"),
         ]
         with (folder / "daemons.log").open("wb") as log:
             self._process = subprocess.Popen(

@@ -3,8 +3,6 @@
 Each process goes through the cases that fit their number, and writes the failures to a file.
 """
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models for workers of several processes, each whole and spread, and how the two are compared."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

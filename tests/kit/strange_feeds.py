@@ -1,7 +1,5 @@
 """Snapshots with whatever a stranger may put into them, drawn by Hypothesis."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What each tier of the tests may cost: CI and the limits of the workflows follow from these figures."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 Nothing in it is random but by a seed, so that two scripts of it come to the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

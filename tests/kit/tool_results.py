@@ -1,7 +1,5 @@
 """Results of the benchmark and of the demo, made up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diloco_lab.bench.report.figures import Figure, Report

@@ -1,7 +1,5 @@
 """The picture of diloco-top on the front page: `make picture` draws it from the screen of the tests."""
 
-from __future__ import annotations
-
 import re
 
 from kit.paths import ROOT

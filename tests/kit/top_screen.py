@@ -1,7 +1,5 @@
 """A full screen of diloco-top without a terminal: fake time, a fake feed, a fake broker to steer."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

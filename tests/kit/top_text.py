@@ -1,7 +1,5 @@
 """diloco-top as text: the real command on a fake feed, or one screen drawn from a snapshot."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import os

@@ -1,7 +1,5 @@
 """Shorthand for models that have the same value everywhere."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ What is told of each push is which units really were trained for it: so a test c
 the end how often it contains each unit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """diloco-dashboard and diloco-exporter as commands, in processes of their own and in this one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

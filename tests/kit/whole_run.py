@@ -1,7 +1,5 @@
 """Whole runs over real sockets: a broker and hooks in threads, recorded step by step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -47,10 +45,10 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=0.01)
 
 
-def batch(worker: int, number: int, width: int = 4) -> torch.Tensor:
+def batch(worker: int, number: int) -> torch.Tensor:
     """Each worker has its own data."""
     seed = 1000 * worker + number
-    return torch.randn(6, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
 
 
 def trainee(model: nn.Module, optimizer: Optimizer, worker: int) -> Trainee:

@@ -1,7 +1,5 @@
 """Fixtures for workers against a scripted broker: `pytest_plugins = ("kit.worker_fixtures",)`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

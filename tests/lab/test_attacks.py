@@ -1,7 +1,5 @@
 """The attacks: what is measured, what counts as broken, and each against a broker in this process."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -31,9 +29,6 @@ from kit.process_kit import LOCAL, PATIENCE_S
 needs_proc = pytest.mark.skipif(bool(machine.complaint()), reason="memory is in /proc")
 SECONDS = 0.2  # of each attack here
 NOTHING = {"messages": 1, "connections": 1, "bytes": 1, "ended": 0, "refused": 0}
-
-
-# What is measured.
 
 
 def test_pace_counts_parts_of_the_rounds_that_a_window_cuts() -> None:
@@ -125,10 +120,7 @@ def test_second_measurement_forgives_pace_and_answers_but_not_what_stays() -> No
     ],
 )
 def test_impossible_call_is_refused(
-    arguments: tuple[str, ...],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if said == "no /proc":
@@ -150,9 +142,6 @@ def test_rows_that_were_measured_are_not_lost(
     options = drill.Options(tmp_path, is_quick=True, names=("one-byte",))
     rows, problems = drill.drill(options, lambda _: None)
     assert rows == [a_row()] and problems == [str(error)]
-
-
-# Each attack, against a broker in this process.
 
 
 class Model(nn.Module):
@@ -205,9 +194,7 @@ def _key_file(folder: KeyFolder, owner: Any) -> Path:
 
 @pytest.mark.parametrize("name", [each.name for each in ATTACKS])
 def test_attack_is_tried_and_nothing_gets_through(
-    name: str,
-    place: tuple[Broker, KeyFolder | None, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, place: tuple[Broker, KeyFolder | None, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(floods, "JOINS", 5)
     monkeypatch.setattr(floods, "HEADER_BYTES", 700_000)
@@ -224,9 +211,6 @@ def test_attack_is_tried_and_nothing_gets_through(
         assert operator.ask("status").ok, "the broker is there"
     assert tally.connections > 0
     assert tally.through == []
-
-
-# That attacks see what gets through.
 
 
 def test_attack_says_what_got_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The benchmark: its arithmetic, what it prints and writes, and one tiny run with real processes."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator
@@ -173,9 +171,6 @@ def test_rounds_with_keys_are_measured_against_ones_without(pool: ProcessPool) -
     assert found["round, ratio"] == pytest.approx(both, rel=0.9)
     assert any("--keys" in str(each.process.args) for each in pool.all), "a broker has keys"
     assert not (pool.folder / "keys").exists(), "no secret is left behind"
-
-
-# Rounds with each pair of dtypes.
 
 
 @pytest.mark.parametrize(

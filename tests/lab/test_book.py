@@ -1,7 +1,5 @@
 """The pages as a book: all of them are in it, in one order, and nothing in it leads nowhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What all experiments share: parts that fail, folders that cannot be, and how a command ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Releases: known vulnerabilities fail, a missing network does not; files come out equal twice."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

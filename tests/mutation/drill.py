@@ -11,8 +11,6 @@ test notices has *survived*: either a test is missing, or the fault changes noth
 Each run is a forked process that has loaded torch and pytest already and none of our modules.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.abc

@@ -10,8 +10,6 @@ depends on them. The second call names the runs that differ and exits with 1. Ab
 on two cores.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

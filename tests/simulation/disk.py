@@ -5,8 +5,6 @@ The folder outlives brokers. A checkpoint is there whole or not at all; which on
 many are kept, is as `storage.checkpoint` has it.
 """
 
-from __future__ import annotations
-
 from diloco_broker.storage.checkpoint_format import Checkpoint
 
 

@@ -1,7 +1,5 @@
 """The fragments of a simulated worker: chunks that arrive, are held, or are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from diloco_protocol.chunks import FragmentLayout

@@ -7,8 +7,6 @@
   that any worker was told of: it is on the disk before the first message about it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

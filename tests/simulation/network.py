@@ -4,8 +4,6 @@ Nothing in here is real: a second passes when the heap of what is to happen says
 from one seeded die. The same seed gives the same run, event by event.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

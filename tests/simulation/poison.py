@@ -8,8 +8,6 @@ product's, without a network or a clock, and the same seed gives the same figure
 train at once, as one batch of networks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ residual by what its boundary decides, and is held against what versions really 
 a chunk is the sum of the numbers meant by all pushes that contain it, less the numbers sent.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

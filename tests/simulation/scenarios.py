@@ -1,7 +1,5 @@
 """Runs to simulate: a mode, and everything else drawn by a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

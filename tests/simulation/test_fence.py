@@ -1,7 +1,5 @@
 """A hub and its standby never both have the run, whatever the network, their machines and clocks do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from unittest.mock import patch

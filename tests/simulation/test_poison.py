@@ -3,8 +3,6 @@
 SECURITY.md has the same in figures, of longer runs and three seeds.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -4,11 +4,10 @@ Every run is one real core and many real sessions in virtual time (`simulator`),
 checked after every event (`referee`). A failure names its seed and recounts the last events.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,26 +29,77 @@ from diloco_protocol.messages import Push
 from diloco_protocol.version import Ledger, VersionId
 from kit.core_harness import a_config
 from simulation.fragments import Fragments
+from simulation.residuals import Residuals
 from simulation.scenarios import MODES, WEATHERS, a_scenario
-from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
+from simulation.simulator import BUSY, NO_TROUBLES, Scenario, Simulation, Troubles
+from simulation.standby import HUB
 from simulation.tensors import Violation
 from simulation.units import counted, times_contained
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
-# Asynchronous modes have more versions, and take longer.
-EACH_MODE = [
-    pytest.param(mode, marks=pytest.mark.slow) if mode.startswith("async") else mode
-    for mode in MODES
-]
+ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+def with_relays(scenario: Scenario) -> Scenario:
+    """They die, are cut off, and workers move between them and the hub."""
+    troubles = replace(scenario.troubles, relay_kills=0.05, relay_cuts=0.04, moves=0.05)
+    config = replace(scenario.config, relays=True)
+    tree = {"north": "hub", "south": "hub", "deep": "south"}
+    return replace(scenario, config=config, relays=tree, troubles=troubles)
+
+
+def with_standby(scenario: Scenario) -> Scenario:
+    """The hub is killed and cut off for longer than its lease, and its standby is killed as well."""
+    troubles = replace(scenario.troubles, restarts=0.03, orderly=0.0, restart_s=6.0)
+    troubles = replace(troubles, hub_cuts=0.03, splits=0.03, standby_kills=0.02)
+    config = replace(scenario.config, standby=True, lease=3.0)
+    return replace(scenario, config=config, troubles=troubles)
+
+
+def of_several_processes(scenario: Scenario) -> Scenario:
+    return replace(scenario, processes=(1, 2, 3), chunks=5)
+
+
+class Kind(NamedTuple):
+    """A kind of run, and which of its modes are quick; the others, with more versions, take longer."""
+
+    made: Callable[[Scenario], Scenario]
+    quick: Collection[str]
+    seeds: int  # all but the first at night
+    saved: int | None = None
+
+
+KINDS = {
+    "one broker": Kind(lambda each: each, [m for m in MODES if not m.startswith("async")], 3),
+    "relays": Kind(with_relays, ("streaming", "deterministic"), 6),  # the two ways to combine
+    "standby": Kind(with_standby, ("streaming",), 4, ADOPT),
+    "several processes": Kind(of_several_processes, (), 2),
+}
+
+
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
-@pytest.mark.parametrize("mode", EACH_MODE)
-def test_every_promise_holds_through_troubles(mode: str, streams: bool, seed: int) -> None:
-    run = Simulation(a_scenario(mode, streams, seed), seed).run()
+@pytest.mark.parametrize(
+    ("kind", "mode", "seed"),
+    [
+        pytest.param(
+            *(name, mode, seed),
+            marks=[pytest.mark.nightly] * bool(seed)
+            + [pytest.mark.slow] * (mode not in kind.quick),
+        )
+        for name, kind in KINDS.items()
+        for mode in MODES
+        for seed in range(kind.seeds)
+    ],
+)
+def test_every_promise_holds_through_troubles(
+    kind: str, mode: str, streams: bool, seed: int
+) -> None:
+    scenario = KINDS[kind].made(a_scenario(mode, streams, seed, KINDS[kind].saved))
+    run = Simulation(scenario, seed).run()
     assert run.referee.versions_made > 0
     assert run.counted() > 0
+    if kind == "several processes":
+        assert {process.habits.processes for process in run.processes} >= {2, 3}
 
 
 @pytest.mark.slow
@@ -86,20 +136,6 @@ def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_promise_holds_where_workers_are_one_two_or_three_processes(
-    mode: str, streams: bool, seed: int
-) -> None:
-    scenario = replace(a_scenario(mode, streams, seed), processes=(1, 2, 3), chunks=5)
-    run = Simulation(scenario, seed).run()
-    assert run.referee.versions_made > 0
-    assert run.counted() > 0
-    assert {process.habits.processes for process in run.processes} >= {2, 3}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", [0, 2, 3], ids=["once", "durable", "rewind"])  # of `SAVING`
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
@@ -110,6 +146,51 @@ def test_each_unit_that_is_counted_is_in_the_parameters_once(
     run = Simulation(replace(scenario, has_units=True), seed=1).run()
     assert len(counted(run)) > 10
     assert times_contained(run) == dict.fromkeys(counted(run), 1)
+
+
+@pytest.mark.parametrize("fields", [{"mode": "async"}, {"num_fragments": 2}], ids=str)
+def test_workers_follow_to_the_standby_of_a_hub_that_is_gone(fields: dict[str, Any]) -> None:
+    config = a_config(
+        3, save_dir="run", standby=True, lease=3.0, sync_every=8, recover_wait=5.0, **fields
+    )
+    run = Simulation(Scenario(config, workers=3, speeds=(1.0, 1.0), troubles=NO_TROUBLES), seed=1)
+    for _ in range(3):
+        run.newcomer()
+    run.passes(30.0)
+    before = run.referee.versions_made
+    run.hub.dies()
+    run.is_away(HUB, math.inf)
+    run.passes(60.0)
+    assert run.term == 1
+    assert before > 5
+    assert run.referee.versions_made > before + 5
+
+
+# Where a worker's grant was lost, or a broker restarted, between a refusal and the next version.
+REFUSING = {"streaming": (1, 2, 6, 8, 19, 27, 35)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("mode", MODES)
+def test_each_worker_keeps_exactly_what_was_left_out_of_what_counts(
+    monkeypatch: pytest.MonkeyPatch, mode: str, streams: bool
+) -> None:
+    """Many pushes are refused behind their first chunks, which count all the same."""
+    made: list[Residuals] = []
+    begins = Residuals.__init__
+
+    def noted(residuals: Residuals, name: str, worker_id: str) -> None:
+        begins(residuals, name, worker_id)
+        made.append(residuals)
+
+    monkeypatch.setattr(Residuals, "__init__", noted)
+    monkeypatch.setitem(BUSY, "blunders", 0.1)
+    for seed in REFUSING.get(mode, (1, 2)):
+        scenario = replace(a_scenario(mode, streams, seed), wants=({"wire_dtype": "int4"},))
+        Simulation(scenario, seed).run()
+    if mode == "streaming":
+        assert sum(each.settled_in_part for each in made) > 0
 
 
 # These need rare interleavings: each seed once showed a deadlock between a worker that waited for a
@@ -168,12 +249,7 @@ def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
     """Without faults; all workers have the same speed and never force or blunder."""
     config = a_config(workers, num_fragments=pieces, sync_every=8, heartbeat_timeout=12.0, **fields)
     return Scenario(
-        config,
-        workers=0,
-        speeds=(1.0, 1.0),
-        timeouts=(600.0,),
-        habits={},
-        troubles=NO_TROUBLES,
+        config, workers=0, speeds=(1.0, 1.0), timeouts=(600.0,), habits={}, troubles=NO_TROUBLES
     )
 
 
@@ -274,11 +350,7 @@ STUCK = "no version was released|has a push in flight|stands still|no end within
             (Submission, "_settle", settle_half),
             "without its chunk|half a push|but [0-9] workers",
         ),
-        (
-            "streaming",
-            (RunState, "standing", stands_nowhere),
-            "is counted twice|more than once",
-        ),
+        ("streaming", (RunState, "standing", stands_nowhere), "is counted twice|more than once"),
         ("streaming", (streaming, "_step", step_by_promised_weight), "is divided by"),
     ],
 )
@@ -338,9 +410,6 @@ def loses(name: str, value: Any) -> Sabotage:
     return resume, "load_into", lose
 
 
-ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "saving_as", "sabotage", "complaint"),
@@ -357,30 +426,16 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
             (checkpoints, "run_record", without_the_version_that_waits),
             "is told of and is not on the disk|has other chunks than it had|and .* is adopted",
         ),
-        (
-            "streaming",
-            ADOPT,
-            (seeding, "_sources", lambda *_: {}),
-            f"{STUCK}|a member has version",
-        ),
+        ("streaming", ADOPT, (seeding, "_sources", lambda *_: {}), f"{STUCK}|a member has version"),
         ("async", 0, (seeding, "_sources", the_oldest), "a member has version|stands still"),
-        (
-            "carry",
-            ADOPT,
-            (seeding, "_newer_holders", wait_for_nobody),
-            "it did not wait for",
-        ),
+        ("carry", ADOPT, (seeding, "_newer_holders", wait_for_nobody), "it did not wait for"),
         ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),
         ("async", DURABLE, loses("gradients", 0), "is told 0 gradients"),
         ("streaming", ADOPT, (sequence, "stall", nothing), "and is waited for"),
     ],
 )
 def test_broker_that_comes_back_broken_is_found_out(
-    mode: str,
-    saving_as: int,
-    sabotage: Sabotage,
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, saving_as: int, sabotage: Sabotage, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Core, "check_invariants", lambda _: None)
     monkeypatch.setattr(*sabotage)

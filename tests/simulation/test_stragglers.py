@@ -1,7 +1,5 @@
 """Adaptive grace with stragglers: more pushes count, and no worker trains less for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

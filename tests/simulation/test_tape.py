@@ -1,7 +1,5 @@
 """A tape of a simulated run, with all that goes wrong in it, replays effect for effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

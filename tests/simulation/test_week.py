@@ -5,8 +5,6 @@ The figures of `simulation.week`, in all modes;
 and so does `pytest -s`.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -7,8 +7,6 @@ coarser here than elsewhere, so that a week takes less than a minute: heartbeats
 few minutes, a version is one chunk, and H is a few long steps.
 """
 
-from __future__ import annotations
-
 import bisect
 import gc
 import statistics

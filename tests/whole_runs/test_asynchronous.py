@@ -3,8 +3,6 @@
 One thread drives all workers, so that the order in which pseudo-gradients are applied is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ every worker's parameters after every step are those of a calm run, bit for bit,
 was counted once. That only missing chunks are sent again is tested in `worker/session/test_transfers`.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -45,10 +43,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "deterministic": (2, {"sync_every": 2, "deterministic": True}),
     "asynchronous": (1, {"sync_every": 2, "mode": "async"}),
     "fragments": (2, {**IN_FRAGMENTS, "fragment_update_alpha": 0.25}),
-    "fragments in order": (
-        2,
-        {**IN_FRAGMENTS, "fragment_merge": "rebase", "deterministic": True},
-    ),
+    "fragments in order": (2, {**IN_FRAGMENTS, "fragment_merge": "rebase", "deterministic": True}),
 }
 STEPS_A_PUSH = 2
 # Cuts come one after the other, each on the connections that were opened after the one before. How much

@@ -3,8 +3,6 @@
 BatchNorm's variance is the reason: below zero it makes NaN of every evaluation.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -189,9 +187,6 @@ def test_stale_and_late_work_keeps_buffers_in_range(options: dict[str, Any]) -> 
             if worker is clients[0]:
                 now = worker.pull().tensors
                 assert_in_unit_range(now, f"after push {number}")
-
-
-# Merging at a worker.
 
 
 def a_model(dtype: torch.dtype) -> tuple[nn.Module, ModelTensors, FlatState]:

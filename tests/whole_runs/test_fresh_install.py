@@ -1,7 +1,5 @@
 """The wheel in a new environment, without extras and without this checkout."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """Frozen parameters travel only to those who lack them: fine-tuning of adapters moves adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

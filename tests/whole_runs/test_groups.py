@@ -1,8 +1,8 @@
-"""Workers of several processes beside plain ones: they come to the same global parameters."""
+"""Workers of several processes come to what plain ones come to, decide alike, and survive a kill."""
 
-from __future__ import annotations
-
+import json
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from diloco_worker import DiLoCoWorker
 from diloco_worker.transport.sigterm import EXIT_CODE
-from kit.islands import Island, language, loss_and_gradients, spread
+from kit.islands import Island, gradients_of_a_pipeline, language, loss_and_gradients, spread
 from kit.process_kit import PATIENCE_S, Processes
 
-pytestmark = pytest.mark.slow
-pytest_plugins = ("kit.process_fixtures",)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Chunks are so small that each process has several of each fragment, and no tensor begins with one.
 ROUNDS: dict[str, Any] = {"max_rounds": 20, "chunk_elements": 777}
@@ -44,8 +43,7 @@ def final_model(
         for number, (kind, count) in enumerate(workers)
     ]
     for island in islands:
-        codes = island.ends()
-        assert codes == [0] * len(codes), "\n".join(each.output for each in island.ranks)
+        island.ends_well()
         for each in island.ranks:
             assert "Traceback" not in each.output, each.output
         told = {(each["steps"], each["rounds"], each["stop"]) for each in island.results()}
@@ -123,9 +121,9 @@ def test_leader_waits_at_the_end_without_a_word_to_the_others(
     address = processes.broker(**mode).address()
     slow = Island(processes, tmp_path, *PLAIN, address, "slow", steps=13, pause=0.1)
     island = Island(processes, tmp_path, "ddp", 2, address, "a", steps=13)
-    assert not any(island.ends()), "\n".join(each.output for each in island.ranks)
+    island.ends_well()
     assert [each["rounds"] for each in island.results()] == [4, 4]
-    assert slow.ends() == [0]
+    slow.ends_well()
 
 
 @pytest.mark.parametrize(
@@ -194,9 +192,6 @@ def test_sigterm_to_one_process_ends_all_at_one_step_where_the_script_goes_on(
     assert all(each.output.count("stop: True") == 1 for each in island.ranks)
 
 
-# Two workers in one launch: each is a part of a larger mesh.
-
-
 COUNT, STEPS = 4, 9
 
 
@@ -224,10 +219,132 @@ def train_in_a_part(kind: str, address: str, _: str, out: str, options: Any) -> 
 def test_parts_of_a_mesh_are_workers_of_one_run(processes: Processes, tmp_path: Path) -> None:
     broker = processes.broker(workers=2, sync_every=3, save_dir=None, chunk_elements=777)
     ranks = Island(processes, tmp_path, "mesh", COUNT, broker.address(), "all", train_in_a_part)
-    assert ranks.ends() == [0] * COUNT, "\n".join(each.output for each in ranks.ranks)
+    ranks.ends_well()
     first, *others = ranks.results()
     assert first["rounds"] == STEPS // 3
     for other in others:
         for name, value in first["model"].items():
             assert other["model"][name].equal(value), name
     assert "2 of 2 expected" in broker.output
+
+
+def train_until_a_new_setting(kind: str, address: str, name: str, out: str, _: Any) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    told: list[Any] = []
+    left = 7  # steps under the new setting
+    with DiLoCoWorker(model, optimizer, address, worker_id=name, process_group="world") as diloco:
+        while left:
+            if diloco.sync_every == 3:
+                told = told or [diloco.local_step, diloco.config and diloco.config.sync_every]
+                left -= 1
+            gradients_of_a_pipeline(model, diloco.local_step)
+            optimizer.step()
+            print(f"step {diloco.local_step}", flush=True)
+    told += [diloco.load_global(), diloco.force_sync()]  # these return though it has left
+    Path(out).write_text(json.dumps(told))
+
+
+def test_processes_use_a_new_setting_from_one_step_on_and_return_from_calls_after_leaving(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--sync-every", "8", "--workers", "1")
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_until_a_new_setting)
+    island.ranks[0].says("step 9")
+    processes.asks("set", address, "--sync-every", "3")
+    island.ends_well()
+    one, other = (json.loads(island.out(rank).read_text()) for rank in (0, 1))
+    assert one == other
+    assert one[1:] == [3, False, False]
+
+
+OPTIONS: dict[str, Any] = {
+    "sync_every": 3,
+    "workers": 2,
+    "min_workers": 1,
+    "max_rounds": 30,
+    "disconnect_grace": 0.2,
+    "chunk_elements": 777,
+    "save_dir": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [("freezing", 0), ("pushing", 1), ("waiting", 0), ("merging", 1)],
+    ids=["freezing-leader", "pushing-other", "waiting-leader", "merging-other"],
+)
+def test_killed_process_ends_its_worker_which_comes_back(
+    processes: Processes, tmp_path: Path, phase: str, rank: int
+) -> None:
+    broker = processes.broker(**OPTIONS)
+    address = broker.address()
+    whole = Island(processes, tmp_path, "plain", 1, address, "whole", pause=0.02)
+    island = Island(
+        processes, tmp_path, "fsdp", 2, address, "island", dies_in=phase, dies_as=rank, pause=0.02
+    )
+    codes = island.ends()
+    assert codes[rank] == -9, island.ranks[rank].output
+    survivor = island.ranks[1 - rank]
+    assert codes[1 - rank] not in (0, -9), survivor.output
+    assert "of this worker" in survivor.output or "onnection closed" in survivor.output
+    island.start()
+    island.ends_well()
+    whole.ends_well()
+    assert broker.ends(PATIENCE_S) == 0, broker.output
+    assert "2 of 2 expected" in broker.output
+    assert len({(each["steps"], each["rounds"]) for each in island.results()}) == 1
+
+
+def test_leader_that_is_killed_is_let_go_though_its_other_processes_live(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Their connections to the broker are no sign of life of the worker."""
+    broker = processes.broker(**OPTIONS)
+    address = broker.address()
+    island = Island(processes, tmp_path, "ddp", 2, address, "island", pause=0.02)
+    whole = Island(processes, tmp_path, "plain", 1, address, "whole", pause=0.02)
+    broker.says("Round 3 closed")
+    island.ranks[1].gets(signal.SIGSTOP)  # it cannot see that its leader is gone
+    island.ranks[0].kill()
+    broker.says("island counts as dead")
+    whole.ends_well()
+    island.kill()
+
+
+def train_with_a_frozen_block(kind: str, address: str, name: str, out: str, _: Any) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = language()
+    model.layers[0].requires_grad_(requires_grad=False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05)
+    with DiLoCoWorker(
+        model, optimizer, server=address, worker_id=name, process_group="world"
+    ) as diloco:
+        while diloco.sync_count < 8:
+            for each in trained:
+                each.grad = torch.full_like(each, 1e-3)
+            optimizer.step()
+            print(f"rounds {diloco.sync_count}", flush=True)
+            threading.Event().wait(0.02)
+
+
+def test_broker_that_lost_everything_gets_it_from_all_processes_of_a_worker(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Frozen parameters too, of which each process has its share."""
+    options = {**OPTIONS, "workers": 1, "max_rounds": None, "recover_wait": 0.1}
+    broker = processes.broker(**options)
+    address = broker.address()
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_with_a_frozen_block)
+    island.ranks[1].says("rounds 3")
+    broker.kill()
+    processes.broker(**options, bind=address)
+    island.ends_well()

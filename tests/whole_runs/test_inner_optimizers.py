@@ -5,8 +5,6 @@ and gradients of several batches make one step. The loop in `reference` knows no
 a step counted wrongly moves a boundary and shows in every later value.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,8 +138,8 @@ class Training:
         return self.scaler.get_scale() >= scale
 
 
-def equals_the_loop(make: Callable[[int], Trainee], plan: Plan = PLAN) -> None:
-    check(plan, make, steps=ROUNDS * plan.sync_every // len(plan.fragments) + 1)
+def equals_the_loop(make: Callable[[int], Trainee]) -> None:
+    check(PLAN, make, steps=ROUNDS * PLAN.sync_every // len(PLAN.fragments) + 1)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
@@ -156,9 +154,6 @@ def test_run_with_any_optimizer_and_recipe_is_the_loop_bit_for_bit(recipe: Recip
     if recipe.precision == "fp16":
         ours = [each.skipped for each in made[:2]]
         assert min(ours) > 2 and ours[0] != ours[1], "workers skip different batches"
-
-
-# Loops of other shapes.
 
 
 def looped(model: nn.Module, optimizer: Optimizer, step: Callable[[int], None]) -> Trainee:

@@ -3,13 +3,16 @@
 Resident memory (VmRSS in /proc) is read of real processes, the broker's and a worker's, after each tenth
 round of training. Nothing is done to make glibc give memory back, neither here nor in the product, so
 what its heaps keep is in the figures; the bounds leave room for that and no more. What is too small for
-it is counted: every object that the broker's state reaches.
+it is counted: every object that the broker's state reaches. Of a worker of k processes each holds about
+1/k of what a worker of one holds, and a slice: counted in bytes.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
 import statistics
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core import state
@@ -28,12 +31,11 @@ from diloco_broker.core.story import KEPT, Story
 from diloco_broker.core.versions import fragment
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_protocol.messages import Pull
-from diloco_worker import DiLoCoClient
+from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.core_harness import Puppet, a_stage
+from kit.islands import Island
 from kit.process_kit import EVERY, Child, Processes, memory_kib, train_and_measure, wait_for
 from kit.raw_worker import RawWorker, one_tensor
-
-pytest_plugins = ("kit.process_fixtures",)
 
 LAYERS = 4
 needs_proc = pytest.mark.skipif(
@@ -132,9 +134,6 @@ def test_memory_is_flat_from_2_to_16_workers(processes: Processes) -> None:
     (broker, worker), (broker_16, worker_16) = peaks(processes, 2), peaks(processes, 16)
     assert broker_16 - broker < (UPLOAD_WINDOW_TOTAL + 8) * MIB < 14 * 8 * MIB
     assert worker_16 - worker < 16 * MIB  # a version
-
-
-# What the state reaches, counted.
 
 
 def population(root: object) -> Counter[str]:
@@ -317,3 +316,96 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
     assert sizes[0]["Core"] == 1
     assert len(broker._loop.core._story) <= 2 * KEPT
     assert sizes[1] == sizes[0]
+
+
+LOOK_S = 0.002
+
+
+class Peak:
+    """The most bytes of tensors at a time, of those that were not there when it began."""
+
+    def __init__(self) -> None:
+        self._before = set(storages())
+        self._ended = threading.Event()
+        self.most = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        now = storages()
+        self.most = max(self.most, sum(n for at, n in now.items() if at not in self._before))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.look()
+
+    def end(self) -> int:
+        self._ended.set()
+        self._thread.join()
+        return self.most
+
+
+def storages() -> dict[int, int]:
+    """Bytes by address, of all tensors on the host that anything refers to."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and type(each) in (Tensor, nn.Parameter):
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def measure(kind: str, address: str, name: str, out: str, sizes: dict[str, Any]) -> None:
+    """Train for some rounds, and write down the most that was kept, and the size of the model."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    width = sizes["width"]
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(sizes["layers"])))
+    whole = sum(parameter.numel() for parameter in model.parameters()) * 4
+    dist.init_process_group("gloo")
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    peak = Peak()
+    with DiLoCoWorker(
+        model, optimizer, server=address, worker_id=name, process_group="world"
+    ) as diloco:
+        for _ in range(sizes["steps"]):
+            optimizer.step()
+    most = peak.end()
+    told = {"most": most, "whole": whole, "rounds": diloco.sync_count}
+    torch.save(told, out)
+
+
+# Base 1, delta in bf16 1/2, the version that arrives 1; and some for chunks at the ends.
+OF_FP32 = 2.6
+# What is on its way within the worker, what travels to and from the broker, and what is worked on.
+SLICES = 16 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "count"), [("ddp", 2), ("fsdp", 4)])
+def test_process_of_k_keeps_its_part_of_the_vectors_and_a_slice(
+    processes: Processes, tmp_path: Path, kind: str, count: int
+) -> None:
+    broker = processes.broker(
+        wire_dtype="bf16", sync_every=2, save_dir=None, chunk_elements=524_288
+    )
+    sizes = {"width": 2048, "layers": 6, "steps": 6}
+    island = Island(processes, tmp_path, kind, count, broker.address(), "a", measure, **sizes)
+    island.ends_well()
+    for told in island.results():
+        assert told["rounds"] == 3
+        most = OF_FP32 / count * told["whole"] + SLICES
+        assert told["most"] <= most, f"{told['most'] / told['whole']:.2f} of the fp32 parameters"
+        assert told["most"] >= told["whole"] / count, "nothing was counted"

@@ -4,8 +4,6 @@ Each goes through one fragment and through three; a reply is merged a step later
 values stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

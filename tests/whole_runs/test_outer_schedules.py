@@ -1,7 +1,5 @@
 """A run under schedules, restarted and steered on its way, beside the formulas in a plain loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,31 +1,23 @@
-"""The daemon and training scripts as separate processes: started, killed, stopped, started wrongly."""
-
-from __future__ import annotations
+"""The daemon and training scripts as processes: started, killed, stopped, moved, and at their end."""
 
 import json
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from kit.process_kit import Processes, a_free_address
-
-pytest_plugins = ("kit.process_fixtures",)
-
-
-def test_two_workers_train_to_the_same_parameters(processes: Processes) -> None:
-    broker, address = processes.serve("--workers", "2", "--sync-every", "10")
-    workers = [processes.train(name, address, 50) for name in ("a", "b")]
-    assert [worker.ends() for worker in workers] == [0, 0]
-    a, b = processes.result("a"), processes.result("b")
-    assert a["weights"] == b["weights"]
-    assert a["metrics"]["pushes"] == "5"
-    broker.gets(signal.SIGTERM)
-    assert broker.ends(10) == 0
-    assert "Round 4 closed" in broker.output
-    assert "SIGTERM" in broker.output
+from diloco_broker import Broker, BrokerConfig
+from diloco_worker import DiLoCoClient
+from kit.paths import KIT
+from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, a_free_address
+from kit.sites import ledger_of
 
 
 def test_workers_may_start_before_the_broker(processes: Processes) -> None:
@@ -107,7 +99,7 @@ def test_model_file_is_where_the_run_begins(processes: Processes, tmp_path: Path
         assert processes.train(file, address, 3).ends() == 0
         broker.gets(signal.SIGTERM)
         assert broker.ends(10) == 0
-        assert "model file" in broker.output
+        assert "model file" in broker.output and "SIGTERM" in broker.output
 
 
 @pytest.mark.slow
@@ -128,3 +120,136 @@ def test_demo_runs_from_end_to_end(processes: Processes, tmp_path: Path) -> None
     assert chunks < summary["bytes"]["up"] < chunks * 1.01
     assert (out / "loss.png").stat().st_size > 10_000
     assert (out / "log.jsonl").read_text().count("\n") > 4
+
+
+MODES = {
+    "sync": ("--max-rounds", "4"),
+    "async": ("--mode", "async", "--max-rounds", "6"),
+    "streaming": ("--num-fragments", "2", "--token-budget", "640"),
+}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "streaming"))],
+)
+def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
+    processes: Processes, tmp_path: Path, mode: str
+) -> None:
+    folder = tmp_path / "run"
+    options = ("--workers", "2", "--sync-every", "6", "--save-dir", str(folder), *MODES[mode])
+    broker, address = processes.serve(*options)
+    workers = [processes.train(name, address, steps=100_000) for name in "ab"]
+    for worker in workers:
+        worker.says("stops: The run is over: ")
+        assert worker.ends() == 0
+    assert broker.ends() == 0
+    final = load_file(folder / "final-model.safetensors")
+    assert len(final) == 4
+    if mode == "sync":
+        a, b = processes.result("a"), processes.result("b")
+        assert a["weights"] == b["weights"]
+        sums = [final[name].double().sum().item() for name in ("0.weight", "0.bias")]
+        assert a["weights"][:2] == pytest.approx(sums, abs=1e-5)
+        for result in (a, b):
+            assert (result["steps"], result["metrics"]["pushes"]) == (24, "4")
+
+
+SCRIPT = str(KIT / "queue_script.py")
+# Each contribution is worth 1 / workers, and counts whole or not at all.
+SUMS = ("--mode", "async", "--outer", "sgd", "--outer-lr", "2", "--workers", "2")
+
+
+@pytest.mark.slow
+def test_each_unit_counts_once_an_epoch_though_a_worker_is_killed(processes: Processes) -> None:
+    _, address = processes.serve(*SUMS, "--sync-every", "4", "--wire-dtype", "fp32")
+
+    def trains(name: str) -> Child:
+        return processes.run(
+            SCRIPT, "60", "2", "0.02", DILOCO_SERVER=address, DILOCO_WORKER_ID=name
+        )
+
+    one, other = trains("one"), trains("other")
+    other.says("step 2 ")
+    one.says("step 6 ")  # the second cycle has begun
+    one.kill()
+    assert other.ends() == 0
+    assert "counts [2]" in other.output
+
+
+def may_make_namespaces() -> bool:
+    words = ["unshare", "--mount", "--net", "true"]
+    if shutil.which(words[0]) is None:
+        return False
+    return subprocess.run(words, check=False, capture_output=True, timeout=20).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_make_namespaces(), reason="no namespaces can be made here")
+def test_name_is_looked_up_anew_with_each_connection(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    own = f"ip link set lo up && mount --bind {hosts} /etc/hosts && exec"
+    script = f"{own} {sys.executable} {KIT / 'moving_name.py'}"
+    words = ["unshare", "--mount", "--net", "sh", "-c", script]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = ["answers at tcp://127.0.0.2:18777", "answers at tcp://127.0.0.3:18777"]
+    assert done.stdout.splitlines() == told
+
+
+ONES = {"weight": torch.ones(4, 4)}
+
+
+def a_broker(**options: Any) -> Broker:
+    given: dict[str, Any] = {**LOCAL, "save_dir": None, "recover_wait": 0.0, **options}
+    return Broker(BrokerConfig(**given))
+
+
+def test_push_of_a_broker_that_was_killed_counts_at_the_second(processes: Processes) -> None:
+    first = processes.broker(save_dir=None, workers=2)
+    with a_broker(workers=2) as second:
+        both = f"{first.address()}, {second.address}"
+        a, b = (DiLoCoClient(both, worker_id=name, timeout=PATIENCE_S) for name in "ab")
+        with a, b:
+            model = torch.nn.Linear(4, 4, bias=False)
+            before = a.join(model)
+            b.join(model)
+            push_id = a.push(ONES)  # and the round waits for the other
+            first.kill()
+            began = time.monotonic()
+            b.push(ONES)
+            after = a.pull()
+            took = time.monotonic() - began
+        assert took < 5.0, "0.2 s on an idle machine"
+        assert after.version.run == before.version.run
+        assert after.version.counter == before.version.counter + 1
+        assert push_id in ledger_of(second)["a"]
+
+
+# A broker that moves to another address, and a worker that follows it by a file.
+
+
+@pytest.mark.slow
+def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    known = f"file://{file}"
+    worker = processes.train("a", known, 200, pause=0.01)
+    worker.says(f"the file {file} does not exist yet; waiting for ")
+    options = ("--sync-every", "5", "--save-dir", "run", "--address-file", str(file))
+    first, here = processes.serve(*options)
+    assert file.read_text().splitlines()[0] == here
+    first.says("Round 3 closed")
+    with DiLoCoClient(known, timeout=30.0) as client:
+        assert client.pull().version.counter >= 3
+    first.kill()
+    file.write_text("")  # as a script does that cannot replace the file
+    second, there = processes.serve(*options)
+    assert there != here
+    assert processes.asks("status", "--address", known) == 0
+    second.says("expected workers averaged")
+    assert worker.ends() == 0, worker.output
+    result = processes.result("a")
+    assert result["steps"] == 200
+    assert int(result["metrics"]["pushes"]) > 10
+    assert all(torch.isfinite(torch.tensor(result["weights"])))

@@ -1,7 +1,5 @@
 """Relays and their hub are killed and cut off: the result is that of one broker."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_f
 from kit.proxy import Cut, MessageProxy
 from kit.sites import Sites, a_model, assert_close, ledger_of, star
 
-pytest_plugins = ("kit.process_fixtures",)
 pytestmark = pytest.mark.slow
 
 FP32 = ("--wire-dtype", "fp32")
@@ -71,9 +68,10 @@ class Tree:
             each.start()
         return threads
 
-    def equals_one_broker_after(self, last: range) -> None:
-        """After these rounds the parameters are those of one broker that counts each push once."""
-        found: dict[str, Tensor] = self.sites.rounds(last, *"abcd")
+    def ends_as_one_broker(self) -> None:
+        """After rounds 2 and 3 the parameters are those of one broker: each push counts once."""
+        self.sites.pull(*"abcd")
+        found: dict[str, Tensor] = self.sites.rounds(range(3, 4), *"abcd")
         assert_close(found, star(ROUNDS, *"abcd"))
 
 
@@ -100,8 +98,7 @@ def test_kill_between_the_pushes_of_a_round_loses_nothing(
     tree.dies(*killed)
     tree.begins(*sorted(killed))  # the hub first
     tree.sites.push(*sorted({*"abcd"} - {*pushed}), number=2)
-    tree.sites.pull(*"abcd")
-    tree.equals_one_broker_after(range(3, 4))
+    tree.ends_as_one_broker()
 
 
 def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> None:
@@ -112,8 +109,7 @@ def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> No
     tree.begins("north")
     for each in threads:
         each.join(PATIENCE_S)
-    tree.sites.pull(*"abcd")
-    tree.equals_one_broker_after(range(3, 4))
+    tree.ends_as_one_broker()
 
 
 @pytest.mark.parametrize("to", ["south", "hub"])
@@ -131,13 +127,9 @@ def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
         tree.sites.push("a", "b", "c", number=2)
         tree.dies("north")
         tree.sites.push("d", number=2)
-        tree.sites.pull(*"abcd")
-        tree.equals_one_broker_after(range(3, 4))
+        tree.ends_as_one_broker()
         at = {each["id"]: each["via"] for each in tree.sites.clients["c"].status()["workers"]}
         assert at["a"] == at["b"] == ("south" if to == "south" else "")
-
-
-# The line to the hub.
 
 
 @pytest.mark.parametrize(
@@ -168,9 +160,6 @@ def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
         counted = {name: len(pushes) for name, pushes in ledger_of(hub).items()}
         assert counted == dict.fromkeys("abc", 4)
     assert_close(found, star(ROUNDS, *"abc", chunk_elements=CHUNK))
-
-
-# The command line.
 
 
 def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) -> None:

@@ -1,7 +1,5 @@
 """A worker of several processes goes on from its checkpoint, also with another number of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -20,7 +18,6 @@ from kit.islands import Island, language, loss_and_gradients
 from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = pytest.mark.slow
-pytest_plugins = ("kit.process_fixtures",)
 
 # Deterministic, so that a push of a worker that is killed counts whole or not at all.
 SYNC: dict[str, Any] = {
@@ -43,9 +40,6 @@ STREAMING: dict[str, Any] = {
 # With a residual, and chunks in flight whose bytes are kept.
 QUANTIZED = {**STREAMING, "wire_dtype": "int4z", "reply_dtype": "int4z"}
 MODES = {"sync": SYNC, "streaming": STREAMING, "one-chunk": ONE_CHUNK, "quantized": QUANTIZED}
-
-
-# The training script.
 
 
 def train_from_checkpoint(

@@ -1,7 +1,5 @@
 """Workers on the broker's machine send chunks through a Unix socket, over TCP where they cannot."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """A hub and its standby as processes: killed, stopped, promoted. One of them has the run."""
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ from diloco_protocol.clients import Operator
 from kit.process_kit import Child, Processes, a_free_address, wait_for
 
 pytestmark = pytest.mark.slow
-pytest_plugins = ("kit.process_fixtures",)
 
 # Longer than a process waits for the CPU on a machine that is busy with other tests: a hub that is
 # stopped for longer loses the run, as it should. The times themselves are tested in the core.

@@ -1,11 +1,12 @@
 """Synchronous runs over real sockets equal the single-process loop: with fragments, delays and merges.
 
 In deterministic mode with an fp32 wire every bit agrees; the mean that takes chunks as they come agrees
-within fp32 rounding. See `reference.py` for the loop and `whole_run.py` for the run.
+within fp32 rounding. Runs in few bits equal the loop with the codecs in plain Python. See `reference.py`
+for the loop and `whole_run.py` for the run.
 """
 
-from __future__ import annotations
-
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from diloco_broker import Broker
 from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
-from kit.reference import Plan, Trainee, state_of, streaming
+from kit.raw_codecs import decode, encode
+from kit.reference import Outer, Plan, State, Trainee, state_of, streaming
 from kit.uniform_model import until
 from kit.whole_run import (
     adamw,
@@ -52,8 +54,7 @@ def test_deterministic_run_equals_the_loop_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("h", "pieces", "delay", "alpha", "is_exact"),
-    [(3, 3, 0, 0.5, True), (10, 3, 2, None, False)],
+    ("h", "pieces", "delay", "alpha", "is_exact"), [(3, 3, 0, 0.5, True), (10, 3, 2, None, False)]
 )
 def test_run_of_three_workers_equals_the_loop(
     h: int, pieces: int, delay: int, alpha: float | None, is_exact: bool
@@ -125,3 +126,145 @@ def test_on_a_fast_network_fragments_are_merged_one_step_after_their_slot() -> N
 def merged_after_one_step(hook: DiLoCoWorker, _: int, __: int) -> None:
     metrics = hook.sync_metrics
     assert (metrics.merge_delay, metrics.late_merges) == (1, 0)
+
+
+CHUNK = 300  # a block and a part of one
+FEW_BITS = ["int8", "int4", "int4z"]
+
+
+class WithFeedback:
+    """The way of all workers' deltas: what each leaves out goes with the next of the same fragment."""
+
+    def __init__(self, wire: str) -> None:
+        self.wire = wire
+        self.residuals: dict[tuple[int, str], torch.Tensor] = {}
+
+    def __call__(self, worker: int, delta: State) -> State:
+        sent = {
+            name: self.residuals.get((worker, name), torch.zeros(())) + value
+            for name, value in delta.items()
+        }
+        read = as_read(sent, self.wire)
+        for name, value in sent.items():
+            self.residuals[worker, name] = value - read[name]
+        return read
+
+
+def as_read(delta: State, wire: str) -> State:
+    """A fragment's delta behind its way: its tensors one behind the other, cut into chunks."""
+    flat = torch.cat([value.reshape(-1) for value in delta.values()])
+    read: list[float] = []
+    for part in torch.split(flat, CHUNK):
+        read += decode(encode(part.tolist(), wire), wire, len(part))
+    sizes = [value.numel() for value in delta.values()]
+    parts = torch.split(torch.tensor(read), sizes)
+    return {
+        name: part.view_as(value) for (name, value), part in zip(delta.items(), parts, strict=True)
+    }
+
+
+FRAGMENTS, REBASE = Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)
+
+
+@pytest.mark.parametrize(
+    ("codec", "plan"),
+    [
+        pytest.param("int8", Plan(3, strided(1)), id="int8-whole"),
+        *(pytest.param(codec, FRAGMENTS, id=f"{codec}-fragments") for codec in FEW_BITS),
+        pytest.param("int4z", REBASE, id="int4z-rebase"),
+    ],
+)
+def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan: Plan) -> None:
+    """All workers hold the same bits behind each version: those of the loop's one copy."""
+    check(
+        plan,
+        with_adamw,
+        config={"wire_dtype": codec, "reply_dtype": codec, "chunk_elements": CHUNK},
+        travels=WithFeedback(codec),
+        replies=partial(as_read, wire=codec),
+    )
+
+
+# SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) in plain torch, for deltas of at most 4096 elements.
+
+KEPT, BETA, ALPHA, LAST_ALPHA, ROUNDS = 32, 0.95, 1.0, 0.65, 4
+
+
+def by_halves(values: torch.Tensor) -> torch.Tensor:
+    """The order of the sums that docs/codecs.md specifies."""
+    return values[0] if len(values) == 1 else by_halves(torch.add(*values.chunk(2)))
+
+
+def q2_of_top_k(e: torch.Tensor) -> torch.Tensor:
+    """The largest elements, each replaced by its sign and one of two magnitudes."""
+    at = e.abs().sort(descending=True, stable=True).indices[:KEPT].sort().values
+    m = e[at].abs()
+    is_larger = m >= by_halves(m / KEPT)
+    s = torch.zeros_like(e)
+    for group in (is_larger, ~is_larger):
+        mean = by_halves(torch.where(group, m / group.sum(), 0)).bfloat16().float()
+        s[at[group]] = mean * e[at[group]].sign()
+    return s
+
+
+class Accumulators:
+    """Of each worker e <- beta e + Delta; s = Q2(TopK(e)); e <- e - s."""
+
+    def __init__(self) -> None:
+        self.e: dict[tuple[int, frozenset[str]], torch.Tensor] = {}
+
+    def __call__(self, worker: int, delta: State) -> State:
+        key = worker, frozenset(delta)
+        flat = torch.cat([value.reshape(-1) for value in delta.values()])
+        e = BETA * self.e.get(key, torch.zeros_like(flat)) + flat
+        s = q2_of_top_k(e)
+        self.e[key] = e - s
+        parts = torch.split(s, [value.numel() for value in delta.values()])
+        return {
+            name: part.view_as(value)
+            for (name, value), part in zip(delta.items(), parts, strict=True)
+        }
+
+
+def falling(_: int) -> Outer:
+    """theta <- theta - alpha mean(s); alpha falls by half a cosine."""
+    rounds = 0
+
+    def step(values: State, gradient: State) -> State:
+        nonlocal rounds
+        along = (1 - math.cos(math.pi * min(1.0, rounds / ROUNDS))) / 2
+        alpha = ALPHA * (1 + along * (LAST_ALPHA - 1))
+        rounds += 1
+        return {name: torch.add(values[name], g, alpha=-alpha) for name, g in gradient.items()}
+
+    return step
+
+
+@pytest.mark.parametrize("plan", [Plan(3, strided(1)), FRAGMENTS], ids=["whole", "fragments"])
+def test_run_of_sparseloco_equals_the_plain_loop_bit_for_bit(plan: Plan) -> None:
+    options = {
+        "wire_dtype": f"sparse:{KEPT}",
+        "feedback_decay": BETA,
+        "outer": "sgd",
+        "outer_lr": ALPHA,
+        "outer_lr_schedule": f"cosine:{ROUNDS}:{LAST_ALPHA}",
+        "chunk_elements": 4096,
+    }
+    steps = (ROUNDS + 2) * plan.sync_every
+    base = {"workers": 2, "deterministic": True, **options_of(plan)}
+    with Broker(make_config(**base, **options)) as broker:
+        got = run(broker, trainees(2, adamw), steps)
+    travels = Accumulators()
+    assert_same(got, streaming(trainees(2, adamw), steps, plan, falling, travels=travels))
+    assert all(bool(e.any()) for e in travels.e.values()), "something was left out"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_run_in_sparse_ends_with_what_it_has_learnt(mode: str) -> None:
+    """Copies are compared at the end of each run. The model has 83 elements: all but 19 are sent."""
+    options: dict[str, Any] = {"mode": mode, "sync_every": 4, "reply_dtype": "int8"}
+    options |= {"wire_dtype": "sparse", "feedback_decay": 0.95}
+    with Broker(make_config(**options)) as broker:
+        first, last = run(broker, trainees(1), 4).final, run(broker, trainees(1), 40).final
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert all(bool(torch.isfinite(value).all()) for value in last.values())

@@ -1,7 +1,5 @@
 """Whole runs whose workers differ, or one of which is kicked."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,9 +48,7 @@ def test_workers_of_a_round_may_differ_in_h_and_wire_dtype() -> None:
         assert all(torch.equal(history[-1][name], tensor) for history in got.histories)
 
 
-def test_kicked_worker_stops_and_does_not_reconnect(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_kicked_worker_stops_and_does_not_reconnect(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     made = trainees(2)
     config = make_config(workers=2, sync_every=4, num_fragments=2)

@@ -1,7 +1,5 @@
 """What is claimed, what counts as shown, and how an arm gets its settings."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -13,15 +11,7 @@ import pytest
 from diloco_broker import BrokerConfig
 from diloco_lab.driver.records import Results
 from diloco_lab.evidence import conduct
-from diloco_lab.evidence.claim import (
-    Arm,
-    Claim,
-    Finding,
-    Part,
-    Relation,
-    apart,
-    sooner,
-)
+from diloco_lab.evidence.claim import Arm, Claim, Finding, Part, Relation, apart, sooner
 from diloco_lab.evidence.conduct import TUNING_SEED, Study, key_of, missing_of, train_all
 from diloco_lab.evidence.parts import PARTS
 from diloco_lab.evidence.trial import Trial
@@ -32,9 +22,6 @@ pytestmark = pytest.mark.timeout(300)  # seconds: processes load torch, one afte
 
 def finding(values: list[float], relation: Relation) -> Finding:
     return Finding(Claim("it is so", relation, lambda _: values), values)
-
-
-# Verdicts.
 
 
 @pytest.mark.parametrize(
@@ -63,9 +50,6 @@ def test_claim_is_shown_when_the_mean_keeps_to_it_also_one_error_on(
     assert finding(values, relation).verdict == verdict
 
 
-# Figures.
-
-
 def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> None:
     rounds = [
         a_result(Trial(), 2.0)
@@ -80,9 +64,6 @@ def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> No
     claim = sooner("soon", ("fast", "never"), 0.5, most=0)
     assert math.isnan(claim.measure(found)[0])
     assert Finding(claim, [math.inf, math.inf]).told == "not reached in 2 of 2"
-
-
-# Trials.
 
 
 def test_every_arm_has_options_that_a_broker_takes() -> None:
@@ -112,9 +93,6 @@ def test_every_claim_is_about_arms_of_its_part() -> None:
         assert len(found) == len(part.arms)
         for claim in part.claims:
             assert len(claim.measure(found)) == 3
-
-
-# Conducting.
 
 
 @pytest.fixture

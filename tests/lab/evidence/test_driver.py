@@ -1,10 +1,10 @@
-"""Runs of the evidence: against separate processes, against loops without a broker, and failures."""
-
-from __future__ import annotations
+"""Runs of the evidence: beside processes and loops without a broker, in virtual time, and failures."""
 
 import json
 import math
+import threading
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,22 +14,23 @@ import diloco_tools.demo.train as demo_train
 from diloco_broker import Broker, BrokerConfig
 from diloco_lab.evidence import training
 from diloco_lab.evidence.conduct import measure
-from diloco_lab.evidence.training import KEPT, LOST, DiLoCoRun, lost_in
+from diloco_lab.evidence.training import (
+    KEPT,
+    LOST,
+    Baton,
+    Broken,
+    DiLoCoRun,
+    Stuck,
+    lost_in,
+    virtual_order,
+)
 from diloco_lab.evidence.trial import MODELS, Trial
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import batch_seed, load_text, training_batches
 from diloco_worker import DiLoCoClient
-from kit.evidence_trials import (
-    SPEEDS,
-    TINY,
-    a_text,
-    options,
-    with_tiny_model,
-    without_a_broker,
-)
+from kit.evidence_trials import SPEEDS, TINY, a_text, options, with_tiny_model, without_a_broker
 from kit.process_kit import Processes
 
-pytest_plugins = ("kit.process_fixtures",)
 # Seconds. A run of several workers in one process takes as many, and others may run beside it.
 pytestmark = pytest.mark.timeout(300)
 
@@ -208,9 +209,6 @@ def test_failure_of_one_worker_ends_the_run(
         DiLoCoRun(trial, a_text(trial)).go()
 
 
-# What DiLoCo is held against.
-
-
 def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:
     """Two replicas with one gradient are one model with the batches of both."""
     trial = TINY.with_changes(arm="data-parallel", workers=2, steps=3)
@@ -230,3 +228,48 @@ def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:
         schedule.step()
     for name, value in model.state_dict().items():
         assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_pushes_come_as_the_speeds_have_them() -> None:
+    found = list(islice(virtual_order(SPEEDS, [25] * 4), 14))
+    ends = sorted((n * 25 / v, w) for w, v in enumerate(SPEEDS) for n in range(1, 20))
+    assert found == ends[:14]
+    assert [worker for _, worker in found[:8]] == [3, 3, 2, 3, 3, 2, 1, 3]
+
+
+def passed_on(baton: Baton, workers: int) -> list[tuple[float, int, int]]:
+    """Threads that take the baton until the run has ended: when, who, and steps made before."""
+    found: list[tuple[float, int, int]] = []
+
+    def work(number: int) -> None:
+        while baton.wait_for(number):
+            found.append((baton.now, number, baton.made))
+            baton.pass_on()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return found
+
+
+def test_baton_goes_round_until_all_steps_are_made() -> None:
+    baton = Baton([1.0, 2.0], [4, 4], 16)
+    assert passed_on(baton, 2) == [(2.0, 1, 0), (4.0, 0, 4), (4.0, 1, 8), (6.0, 1, 12)]
+    assert (baton.made, baton.share, baton.now) == (16, 1.0, 6.0)
+
+
+def test_nobody_waits_for_a_run_that_has_broken() -> None:
+    baton = Baton([1.0, 1.0], [1, 1], 10)
+    baton.end(broken=True)
+    for number in (0, 1):
+        with pytest.raises(Broken):
+            baton.wait_for(number)
+
+
+def test_waiting_in_vain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "PATIENCE_S", 0.01)
+    with pytest.raises(Stuck, match="worker 1 had no turn"):
+        Baton([2.0, 1.0], [1, 1], 10).wait_for(1)

@@ -1,7 +1,5 @@
 """The page of the evidence, the pictures, and the command that makes them."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -42,9 +40,6 @@ def runs(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-# What is committed.
-
-
 def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Path) -> None:
     page_file = tmp_path / "EVIDENCE.md"
     page_file.write_text(EVIDENCE.read_text())
@@ -76,9 +71,6 @@ def test_claim_computed_from_scratch_is_the_committed_one() -> None:
     (finding,) = (each for each in committed.findings if each.claim.text == "with 2 workers")
     percent = 100 * (math.exp(losses["M = 2"] - losses["one worker"]) - 1)
     assert percent == pytest.approx(finding.values[0], abs=3)
-
-
-# Writing.
 
 
 @pytest.mark.parametrize("points", [3, 9])
@@ -119,9 +111,6 @@ def test_frontier_shows_the_bytes_of_each_arm_and_where_workers_were_killed(tmp_
     killed = kills(measured["H = 50, workers killed"][0])
     assert 2 < len(killed) < 15 and killed[-1] <= 20
     assert not kills(other)
-
-
-# The command.
 
 
 def test_command_goes_on_with_what_is_missing_and_prints_each_finding(

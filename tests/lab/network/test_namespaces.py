@@ -1,7 +1,5 @@
 """Networks of the kernel with limited rates: do lines carry what goes over them, and is all removed?"""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

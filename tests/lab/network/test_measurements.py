@@ -1,6 +1,4 @@
-"""`make lan`: its file and page; tiny runs over such lines."""
-
-from __future__ import annotations
+"""`make lan` and `make sites`: their files and pages; tiny runs over such lines."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +16,11 @@ from diloco_lab.network.lan import grid
 from diloco_lab.network.lan.grid import INT4Z, USUAL, LanFile, Measurement, Part
 from diloco_lab.network.lan.measuring import measure
 from diloco_lab.network.lan.tables import KEYS, blocks
-from diloco_lab.network.namespaces import NoNetwork, Place, network, one_switch
+from diloco_lab.network.namespaces import NoNetwork, Place, network, one_switch, several_sites
+from diloco_lab.network.sites import tables as sites
+from diloco_lab.network.sites.rounds import rounds
 from kit.paths import LAB, ROOT
 
-COMMITTED = LAB / "lan.json"
 PAGE = ROOT / "docs" / "performance.md"
 SHOWN = {WHERE, "sync", "streaming", "mixed"}  # the terminal shows all
 TINY = "0.4M"
@@ -55,14 +54,43 @@ def a_file(*measurements: Measurement) -> LanFile:
     )
 
 
-# The file and the page
+def a_round_of_sites(**changes: object) -> sites.Measurement:
+    usual = sites.Measurement(
+        way="star",
+        parameters=10**7,
+        sites=2,
+        workers=6,
+        wire_dtype="bf16",
+        reply_dtype="fp32",
+        wan_bits_per_s=5e7,
+        delay_s=0.04,
+        seconds=(30.0,),
+        bytes_up=1.2e8,
+        bytes_down=2.4e8,
+        averaged=6,
+        load=0.1,
+        at="2026-01-01T00:00:00+00:00",
+    )
+    return replace(usual, **changes)  # type: ignore[arg-type]  # by name
 
 
-def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found = a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,)))
-    path = tmp_path / "lan.json"
+RELAYS = a_round_of_sites(way="relays", seconds=(12.0,), bytes_up=4e7, bytes_down=8e7)
+A_LOSS = sites.Loss("relay killed", 9.0, 2.0, None, 6, "2026-01-01T00:01:00+00:00")
+COMMAND = "python -m diloco_lab.network sites"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,))),
+        sites.SitesFile(COMMAND, {"cores": 2}, (a_round_of_sites(), RELAYS), (A_LOSS,)),
+    ],
+    ids=["lan", "sites"],
+)
+def test_file_is_read_as_it_was_written(found: LanFile | sites.SitesFile, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
     path.write_text(text_of(found))
-    assert read_document(path, LanFile) == found
+    assert read_document(path, type(found)) == found
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"measurements": [{"kind": "round"}]}', "no JSON"])
@@ -75,7 +103,9 @@ def test_what_is_no_file_of_measurements_gets_a_sentence(tmp_path: Path, text: s
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert filled(text, blocks(read_document(COMMITTED, LanFile)), "lan") == text
+    of_lan = blocks(read_document(LAB / "lan.json", LanFile))
+    of_sites = sites.blocks(read_document(LAB / "sites.json", sites.SitesFile))
+    assert filled(filled(text, of_lan, "lan"), of_sites, "sites") == text
     keys = {match["key"] for match in blocks_in("lan").finditer(text)}
     assert keys == SHOWN and keys <= {WHERE, *KEYS}
 
@@ -86,9 +116,6 @@ def test_other_measurements_change_the_page_between_its_marks_only() -> None:
     assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
     assert after.startswith("Words.\n<!-- table: lan/sync -->\n") and after.endswith("-->\nMore.\n")
     assert "1M | 7 s" not in after
-
-
-# The command
 
 
 def test_command_without_root_says_why_it_measures_nothing(
@@ -115,7 +142,17 @@ def test_page_is_written_without_measuring(tmp_path: Path) -> None:
     assert (done.exit_code, "page.md cannot be read" in done.stderr) == (2, True)
 
 
-# Real runs, tiny
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--page", "page.md"], "takes the file of results"),
+        (["--into", "/nowhere/sites.json"], "cannot be written"),
+    ],
+)
+def test_option_that_cannot_work_gets_a_sentence(options: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(app, ["sites", *options])
+    assert result.exit_code == 2
+    assert sentence in result.output
 
 
 @pytest.fixture
@@ -160,3 +197,21 @@ def test_slow_worker_comes_to_its_end_beside_fast_ones(
     assert (found.quorum, found.grace_s) == (
         (2, grid.GRACE_S) if mode == "quorum" else (None, None)
     )
+
+
+@pytest.mark.slow
+def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
+    """Three workers at each site: by the token buckets, with all headers."""
+    try:
+        members = several_sites(2, 3)
+        with (
+            network(members, folder=tmp_path, delay_s=0.01) as made,
+            ProcessPool(tmp_path, 0) as pool,
+        ):
+            place = Place(made, pool)
+            found = {each.way: each for each in rounds(place, "0.4M", ("bf16", "fp32"), 1)}
+    except NoNetwork as error:
+        pytest.skip(str(error))
+    assert found["star"].averaged == found["relays"].averaged == 6
+    assert found["star"].bytes_up / found["relays"].bytes_up == pytest.approx(3, rel=0.15)
+    assert found["star"].bytes_down / found["relays"].bytes_down == pytest.approx(3, rel=0.15)

@@ -82,14 +82,14 @@ WIRE_DTYPES = tuple(name for name in SIZES if name != INTEGERS_DTYPE)
 REPLY_DTYPES = tuple(name for name in WIRE_DTYPES if name not in SPARSE_KEPT)
 
 
-def in_few_bits(name: str) -> bool:
+def is_quantized(name: str) -> bool:
     """Whether a wire dtype is quantized, so that its error must be fed back."""
     return SIZES[name].element < SIZES["bf16"].element
 
 
 def whole_dtype(reply_dtype: str) -> str:
     """The dtype of full parameters in replies: only differences are quantized."""
-    return "fp32" if in_few_bits(reply_dtype) else reply_dtype
+    return "fp32" if is_quantized(reply_dtype) else reply_dtype
 
 
 def check_wire_dtype(name: str, known: Sequence[str] = WIRE_DTYPES) -> None:

@@ -21,7 +21,7 @@ SHORT = 1 << 10
 MAY_BE_LONG = (b"\xa4kind\xa4join", b"\xa4kind\xa8describe", b"\xa4kind\xa4lane")
 # Bytes of a header to the broker: the longest `join`, which takes 5 ms to decode; and of a member, which
 # may send a ledger (100 kB for 500 workers).
-LONGEST_OF_A_STRANGER = 64 << 10
+LONGEST_UNAUTHENTICATED = 64 << 10
 LONGEST_OF_A_MEMBER = 1 << 20
 # Bytes of the largest buffer: a chunk of integers, 8 bytes per element.
 MAX_BUFFER_BYTES = CHUNK_ELEMENTS * 8

@@ -119,7 +119,7 @@ class Purpose(str, Enum):
     """The purpose of a push."""
 
     GRADIENT = "gradient"  # a pseudo-gradient for a round
-    DONATION = "donation"  # initial parameters from a seed worker
+    SEEDING = "seeding"  # initial parameters from a seed worker
 
 
 class Standing(str, Enum):
@@ -327,7 +327,7 @@ class Promise(Message):
     """From a standby to its hub: its identity; with `nonce` a promise not to take over for a while."""
 
     standby: str  # its permanent name; a hub has one standby
-    life: int  # random id of its process
+    incarnation: int  # random id of its process
     nonce: int | None = None  # of the `lease` that it answers; None: no promise
     # "hold": close no further round, and save; "charge": it wants to take over; "over": it has taken
     # over.
@@ -339,7 +339,7 @@ class Promise(Message):
 class Lease(Message):
     """From a hub to its standby, a few times in each `seconds`."""
 
-    life: int  # id of the standby's process that it is addressed to
+    incarnation: int  # id of the standby's process that it is addressed to
     term: int  # number of takeovers in the run
     nonce: int  # to be returned with a promise
     seconds: float  # validity of the promise
@@ -376,7 +376,7 @@ class Attach(Message):
     """The first message of a relay on both connections; has the `token` on the data connection."""
 
     relay: str  # its name
-    life: int  # random id of its process
+    incarnation: int  # random id of its process
     token: bytes | None = None
 
 
@@ -518,7 +518,7 @@ class Released(Message):
 
 @dataclass(frozen=True)
 class Notice(Message):
-    """A notification of a worker: `alive`, `describe`, `donate`, `carried`, `shutdown`, ..."""
+    """A notification of a worker: `alive`, `describe`, `seed`, `deferred`, `shutdown`, ..."""
 
     what: str
     text: str = ""

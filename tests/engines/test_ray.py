@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from diloco_broker import BrokerConfig
-from kit.engine_runs import lives, losses, mean_loss
+from kit.engine_runs import incarnations, losses, mean_loss
 from kit.paths import ROOT
 
 ray = pytest.importorskip("ray", reason="Ray is not here; `make test-engines` installs it")
@@ -136,9 +136,9 @@ class Run:
 
     @property
     def _progress(self) -> tuple[int, int]:
-        """Versions, and lives of workers, up to now."""
-        lives = sum(1 for _ in self.out.glob("*.worker.jsonl"))
-        return len(self.audit.read_text().splitlines()) if self.audit.exists() else 0, lives
+        """Versions, and incarnations of workers, up to now."""
+        incarnations = sum(1 for _ in self.out.glob("*.worker.jsonl"))
+        return len(self.audit.read_text().splitlines()) if self.audit.exists() else 0, incarnations
 
     def goes_on(self) -> None:
         """Nothing more is done to it: steps are not followed by pauses any more."""
@@ -150,8 +150,8 @@ class Run:
 
         self.waits(is_there, f"round {number}")
 
-    def waits_for_lives(self, worker: str, count: int) -> None:
-        self.waits(lambda: lives(self.out, worker) >= count, f"life {count} of {worker}")
+    def waits_for_incarnations(self, worker: str, count: int) -> None:
+        self.waits(lambda: incarnations(self.out, worker) >= count, f"life {count} of {worker}")
 
     def ends(self) -> Result:
         self.goes_on()
@@ -189,18 +189,18 @@ def test_rank_and_broker_that_are_killed_come_back(
     run = Run(cluster, tmp_path, "killed")
     run.waits_for_round(10)
     os.kill(int((run.out / "island-0.0.pid").read_text()), signal.SIGKILL)
-    run.waits_for_lives("island-0", 2)
+    run.waits_for_incarnations("island-0", 2)
     broker = ray.get_actor(name_of(run.storage))
     first = ray.get(broker.addresses.remote(), timeout=run.patience_s)
     os.kill(ray.get(broker.pid.remote(), timeout=run.patience_s), signal.SIGKILL)
     run.waits(
         lambda: ray.get(broker.addresses.remote(), timeout=run.patience_s) != first,
-        "another life of the broker",
+        "another incarnation of the broker",
     )
     result = run.ends()
     assert result.error is None
     run.is_sound(calm)
-    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
+    assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
     epochs = {json.loads(line)["epoch"] for line in run.audit.read_text().splitlines()}
     assert len(epochs) == 2
 
@@ -228,14 +228,14 @@ def test_run_takes_a_new_node_and_outlives_a_lost_one(
 ) -> None:
     run = Run(cluster, tmp_path, "elastic", islands=(1, 2), cpu=1)
     run.waits_for_round(5)
-    assert lives(run.out, "island-1") == 0, "the cluster has no room for it"
+    assert incarnations(run.out, "island-1") == 0, "the cluster has no room for it"
     node = cluster.cluster.add_node(num_cpus=1)
-    run.waits_for_lives("island-1", 1)
+    run.waits_for_incarnations("island-1", 1)
     cluster.cluster.remove_node(node, allow_graceful=False)
     at = len(run.audit.read_text().splitlines())
     run.waits_for_round(at + 5)
     another = cluster.cluster.add_node(num_cpus=1)
-    run.waits_for_lives("island-1", 2)
+    run.waits_for_incarnations("island-1", 2)
     try:
         result = run.ends()
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.engine_runs import lives, losses, mean_loss
+from kit.engine_runs import incarnations, losses, mean_loss
 from kit.paths import ROOT
 from kit.slurm_cluster import SlurmCluster, why_not
 
@@ -101,7 +101,7 @@ def calm(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> flo
             run.told()
         )
         assert "ExitCode=0:0" in told
-    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 1]
+    assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [1, 1]
     secrets = [file.read_text() for file in (run.of_run / "keys" / "clients").glob("*.key")]
     scripts = [
         (run.of_run / name).read_text() for name in ("broker.sh", "islands.sh", "launch.json")
@@ -126,7 +126,7 @@ def test_rank_and_broker_that_are_killed_come_back_where_they_were(
     run.waits_for("broker", r"the broker ended with code 137; restart 1 of 3")
     run.waits_for_the_end()
     run.is_sound(calm)
-    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
+    assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
 
 
 def test_nodes_that_are_taken_away_save_and_the_run_comes_back_from_the_queue(
@@ -181,7 +181,7 @@ def test_island_of_two_nodes_is_queued_again_as_a_whole(
     run.waits_for("island-1", r"life 2")
     run.waits_for_the_end()
     run.is_sound(rounds=150)
-    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
+    assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
 
 
 def test_island_that_comes_after_the_end_does_not_wait_for_a_broker(
@@ -193,7 +193,7 @@ def test_island_that_comes_after_the_end_does_not_wait_for_a_broker(
     cluster.says("sbatch", str(run.of_run / "islands.sh"))
     run.waits_for("island-0", "nothing to do")
     run.waits_for_the_end()
-    assert lives(run.out, "island-0") == 1
+    assert incarnations(run.out, "island-0") == 1
 
 
 def test_islands_leave_a_broker_that_is_gone_for_good(

@@ -53,7 +53,7 @@ MOST_EFFECTS = 300  # of one event: the chunks of a fragment, and a notice for e
 FROM_BROKER = [
     *("welcome", "grant", "ack", "released", "notice", "rejoin", "error", "chunk", "result"),
 ]
-NOTICES = ["ping", "describe", "donate", "shutdown", "restarting", "carried", "kicked", "waiting"]
+NOTICES = ["ping", "describe", "seed", "shutdown", "restarting", "deferred", "kicked", "waiting"]
 NOTICES += ["sync_every", "alive", "\x1b", ""]
 LEDGERS = [{}, {"me": (Counted(77),)}, {"me": (Counted(78, b"\x01"),)}]
 # Ticks that find something to do, one after the other without time passing: a loop would never end.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_worker.model.feedback import Feedback
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
@@ -54,12 +54,12 @@ def freeze_seconds(
 
         def freeze(made: list[FlatState] = made) -> None:
             flat = tensors.delta(base, wire).wire
-            made.append(feedback.joined(flat) if in_few_bits(wire) else flat)
+            made.append(feedback.joined(flat) if is_quantized(wire) else flat)
             for span in base.layout.spans:
                 made[0].chunk(span.index)
 
         took = seconds(freeze, device)
-        if in_few_bits(wire):
+        if is_quantized(wire):
             feedback.settle(number, (made[0], range(base.layout.chunks)), {})
     return took
 

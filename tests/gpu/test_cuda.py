@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diloco_broker import Broker
 from diloco_protocol import Segment, lay_out
-from diloco_protocol.dtypes import WIRE_DTYPES, in_few_bits
+from diloco_protocol.dtypes import WIRE_DTYPES, is_quantized
 from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk
 from diloco_worker import DiLoCoWorker
 from diloco_worker.model.feedback import Feedback
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FEW_BITS = [wire for wire in WIRE_DTYPES if in_few_bits(wire)]
+QUANTIZED = [wire for wire in WIRE_DTYPES if is_quantized(wire)]
 # Whose bytes do not depend on the order in which a device adds up.
 EXACT = [wire for wire in WIRE_DTYPES if wire != "int4z"]
 
@@ -39,7 +39,7 @@ def a_model() -> nn.Module:
     return nn.Sequential(nn.Linear(300, 700), nn.BatchNorm1d(700), nn.Linear(700, 30))
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 def test_bytes_that_a_device_makes_are_read_alike_on_both(wire: str) -> None:
     part = lay_out(ModelTensors.of_module(a_model()).manifest).fragments[0]
     span = part.spans[0]
@@ -66,7 +66,7 @@ def pushed(model: nn.Module, wire: str) -> tuple[list[bytes], float]:
             for tensor in model.parameters():
                 tensor.add_(0.37 * (number + 1))
         delta = tensors.delta(base, wire)
-        flat = feedback.joined(delta.wire) if in_few_bits(wire) else delta.wire
+        flat = feedback.joined(delta.wire) if is_quantized(wire) else delta.wire
         if not number:
             feedback.settle(number, (flat, range(part.chunks)), {})
     assert delta is not None and delta.bad is None

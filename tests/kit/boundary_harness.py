@@ -165,9 +165,9 @@ class Trainer:
         """The broker takes nothing of it before this round."""
         return self.is_granted(push, round_, Standing.WAIT)
 
-    def is_carried(self, fragment: int, round_: int) -> Trainer:
+    def is_deferred(self, fragment: int, round_: int) -> Trainer:
         """The round has closed without its push, which goes into this one."""
-        self._turns.append(Notice("carried", fragment=fragment, round=round_))
+        self._turns.append(Notice("deferred", fragment=fragment, round=round_))
         return self.wakes()
 
     def receives(

@@ -64,7 +64,7 @@ def a_checkpoint(number: int = 4, seed: int = 0) -> Checkpoint:
     )
     return Checkpoint(
         record=record,
-        life=2,
+        incarnation=2,
         num_fragments=2,
         chunk_elements=4,
         outer="nesterov",

@@ -96,7 +96,7 @@ class ChunkedModel:
         return [span for span in spans if span.segment is Segment.PARAMETERS]
 
     def place(self, fragment: int, values: Tensor) -> None:
-        """A donation: these parameters, zeros for the rest."""
+        """A seeding: these parameters, zeros for the rest."""
         for span in self.layout.fragments[fragment].spans:
             dtype = segment_dtype(span.segment)
             part = torch.zeros(span.elements, dtype=dtype)

@@ -87,12 +87,12 @@ class Stage:
     by_hand: bool = False
     initial: InitialModel | None = None
     resumption: Resumption | None = None
-    life: int = 1
+    incarnation: int = 1
     moved_aside: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.now = 1000.0
-        self._draws = iter(range(self.life << 40, (self.life + 1) << 40))
+        self._draws = iter(range(self.incarnation << 40, (self.incarnation + 1) << 40))
         self.core = Core(
             self.config,
             lambda: next(self._draws),
@@ -190,7 +190,9 @@ class Stage:
 
     def save(self, save: effects.Save) -> None:
         self.saves.append(save.number)
-        self.checkpoints.append(checkpoint_of(self.state, self.tensors, save.record, self.life))
+        self.checkpoints.append(
+            checkpoint_of(self.state, self.tensors, save.record, self.incarnation)
+        )
 
     def read(self, read: effects.ReadCheckpoint) -> None:
         self.reads.append(read)
@@ -231,7 +233,7 @@ class Stage:
             self.manifest,
             self.by_hand,
             resumption=resumption(checkpoint),
-            life=self.life + 1,
+            incarnation=self.incarnation + 1,
         )
 
     # What came of it.
@@ -341,7 +343,7 @@ class Stage:
         for fragment in seeding.wanted if worker else ():
             layout = self.state.versions[fragment].layout
             push = Push(
-                worker.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
+                worker.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.SEEDING
             )
             self.happens(events.Received(worker.control, push))
             for span in layout.spans:
@@ -388,12 +390,10 @@ class Puppet:
 
     @property
     def asked_for(self) -> list[int]:
-        """The fragments that it was asked to donate, in order."""
-        return [n.fragment for n in self.all(Notice) if n.what == "donate"]
+        """The fragments that it was asked to seed, in order."""
+        return [n.fragment for n in self.all(Notice) if n.what == "seed"]
 
-    def donates(
-        self, fragment: int = 0, indexes: Iterable[int] | None = None, **fields: Any
-    ) -> None:
+    def seeds(self, fragment: int = 0, indexes: Iterable[int] | None = None, **fields: Any) -> None:
         """Offer what it holds of a fragment and send these chunks of it, all by default."""
         held = self.held[fragment] if self.held else None
         layout = self.stage.state.versions[fragment].layout
@@ -406,7 +406,7 @@ class Puppet:
             fragment,
             layout.chunks,
             "fp32",
-            purpose=Purpose.DONATION,
+            purpose=Purpose.SEEDING,
             **fields,
         )
         self.sends(push)

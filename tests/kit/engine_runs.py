@@ -10,7 +10,7 @@ SPREAD = 0.03
 
 
 def findings(broker_log: Path, folder: Path) -> Findings:
-    """The audit of all lives of all workers that have written to this folder."""
+    """The audit of all incarnations of all workers that have written to this folder."""
     releases = read_lines(broker_log.read_text())
     logs = []
     for path in sorted(folder.glob("*.worker.jsonl")):
@@ -20,7 +20,7 @@ def findings(broker_log: Path, folder: Path) -> Findings:
     return audit(releases, [version_of(releases[-1]["version"])], logs)
 
 
-def lives(folder: Path, worker: str) -> int:
+def incarnations(folder: Path, worker: str) -> int:
     """How often this worker was in the run."""
     return len(list(folder.glob(f"{worker}.*.worker.jsonl")))
 

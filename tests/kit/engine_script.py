@@ -2,8 +2,9 @@
 
     python engine_script.py FOLDER [SECONDS_A_STEP]
 
-It trains until the run is over. Where it is asked to end before, it saves, and its next life goes on
-from there. FOLDER gets the audit log and the pid of each life, and in the end a result of each worker.
+It trains until the run is over. Where it is asked to end before, it saves, and its next incarnation goes
+on from there. FOLDER gets the audit log and the pid of each incarnation, and in the end a result of each
+worker.
 """
 
 import json

@@ -261,7 +261,7 @@ def die_in(phase: str, mark: Path) -> None:
 
 
 class Island:
-    """The processes of one worker; made again they are its next life."""
+    """The processes of one worker; made again they are its next incarnation."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -285,7 +285,7 @@ class Island:
         self.start()
 
     def go_on(self, kind: str, count: int, **options: Any) -> None:
-        """Its next life, of another kind."""
+        """Its next incarnation, of another kind."""
         self._arguments = (kind, *self._arguments[1:])
         self._count = count
         self._options = {**self._options, **options}

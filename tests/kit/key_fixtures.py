@@ -7,14 +7,14 @@ import pytest
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.key_folder import KeyFolder
-from kit.keyed_broker import GUESTS
+from kit.keyed_broker import ALLOWED
 from kit.process_kit import LOCAL
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> KeyFolder:
     made = KeyFolder.make(tmp_path / "keys")
-    made.add_all(GUESTS.values())
+    made.add_all(ALLOWED.values())
     return made
 
 

@@ -9,7 +9,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.roles import Peer, Role
 
-GUESTS = {
+ALLOWED = {
     "w0": Peer(Role.WORKER, "w0"),
     "w1": Peer(Role.WORKER, "w1"),
     "anna": Peer(Role.OPERATOR, "anna"),
@@ -18,12 +18,12 @@ GUESTS = {
 
 
 def file_of(folder: KeyFolder, name: str) -> Path:
-    return folder.path / "clients" / f"{GUESTS[name].role.value}-{name}.key"
+    return folder.path / "clients" / f"{ALLOWED[name].role.value}-{name}.key"
 
 
 def public_of(folder: KeyFolder, name: str) -> Path:
     """What lets them in while it is there."""
-    return folder.path / "allowed" / GUESTS[name].role.value / f"{name}.pub"
+    return folder.path / "allowed" / ALLOWED[name].role.value / f"{name}.pub"
 
 
 def key(folder: KeyFolder, name: str) -> Keys:
@@ -34,7 +34,7 @@ def key(folder: KeyFolder, name: str) -> Keys:
 
 def forged(folder: KeyFolder, name: str) -> Keys:
     """A key that names one of them and is not theirs."""
-    return Keys(GUESTS[name], *zmq.curve_keypair(), broker=folder.public)
+    return Keys(ALLOWED[name], *zmq.curve_keypair(), broker=folder.public)
 
 
 def written(keys: Keys, path: Path) -> Path:

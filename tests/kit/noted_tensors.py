@@ -15,7 +15,7 @@ CHUNK_ELEMENTS = 4
 
 
 class Payload:
-    """A buffer of which only the length and a mark matter; a donated one says what it contains."""
+    """A buffer of which only the length and a mark matter; a seeded one says what it contains."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Wire:
 
 
 class NotedTensors:
-    """The tensors of one life of a broker.
+    """The tensors of one incarnation of a broker.
 
     Attributes:
         queue: work that is not done yet.

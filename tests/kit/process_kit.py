@@ -299,12 +299,12 @@ def command_on_a_full_disk(*arguments: str) -> None:
     command(*arguments)
 
 
-def save_for_ever(folder: Path, life: int) -> None:
+def save_for_ever(folder: Path, incarnation: int) -> None:
     """Checkpoint after checkpoint of what `a_checkpoint(number, number)` is."""
     for number in itertools.count(1):
-        made = replace(a_checkpoint(number, seed=number), life=life)
+        made = replace(a_checkpoint(number, seed=number), incarnation=incarnation)
         checkpoint.save(folder, made, keep=2)
-        print(f"saved {number} of {life}", flush=True)
+        print(f"saved {number} of {incarnation}", flush=True)
 
 
 def a_line(width: int = 24) -> torch.nn.Linear:

@@ -1,4 +1,4 @@
-"""The codecs of few bits, written from docs/codecs.md alone: plain Python, nothing of ours.
+"""The Quantized codecs, written from docs/codecs.md alone: plain Python, nothing of ours.
 
 Slow, and of one value at a time, so that nothing is hidden in an operation on tensors.
 """

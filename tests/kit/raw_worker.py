@@ -18,7 +18,7 @@ from torch import Tensor
 from kit.raw_codecs import decode, encode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FEW_BITS = ("int8", "int4", "int4z")
+QUANTIZED = ("int8", "int4", "int4z")
 PATIENCE_S = 20.0
 
 Header = dict[str, Any]
@@ -80,7 +80,7 @@ class RawWorker:
             assert header["kind"] != "error", header
         raise AssertionError(f"{self.worker_id} got no {' or '.join(kinds)}")
 
-    # A worker's life.
+    # A worker's incarnation.
 
     def join(self, entries: Iterable[Header], **fields: Any) -> Header:
         """Join and bind the bulk connection; returns the welcome."""
@@ -91,16 +91,16 @@ class RawWorker:
         self.send("credit", on=self.bulk, chunks=8, session=self.session)
         return welcome
 
-    def donate(self, values: Tensor) -> None:
+    def seed(self, values: Tensor) -> None:
         """Answer the broker's wish for parameters; `values` is the flat fp32 vector."""
-        while self.receive("notice")["what"] != "donate":
+        while self.receive("notice")["what"] != "seed":
             pass
-        self._upload(41, values.float(), "fp32", purpose="donation")
+        self._upload(41, values.float(), "fp32", purpose="seeding")
 
     def push(self, push_id: int, delta: Tensor, wire: str | None = None, **fields: Any) -> None:
         """Send a whole pseudo-gradient, in the run's wire dtype unless another is named."""
         name = wire or self.config["wire_dtype"]
-        values = delta if name in FEW_BITS else delta.to(DTYPES[name])
+        values = delta if name in QUANTIZED else delta.to(DTYPES[name])
         self._upload(push_id, values, name, base=self.version, **fields)
 
     def _upload(self, push_id: int, values: Tensor, wire: str, **fields: Any) -> None:
@@ -121,7 +121,7 @@ class RawWorker:
         for index, part in enumerate(parts):
             while not credit:
                 credit += len(self.receive("ack")["chunks"])
-            coded = wire in FEW_BITS
+            coded = wire in QUANTIZED
             payload = (
                 encode(part.tolist(), wire) if coded else bytes(part.view(torch.uint8).numpy())
             )
@@ -132,10 +132,10 @@ class RawWorker:
     def pull(self, elements: int, after: int = -1) -> Tensor:
         """The newest parameters above a counter, as the flat fp32 vector.
 
-        In few bits they come as differences from those that were pulled last.
+        Quantized, they come as differences from those that were pulled last.
         """
         reply, held = self.config["reply_dtype"], {}
-        if reply in FEW_BITS and self.version is not None and self.takes_deltas:
+        if reply in QUANTIZED and self.version is not None and self.takes_deltas:
             held = {"delta_of": self.version}
         fields: Header = {"fragment": 0, "after": after, **held}
         self.send("pull", session=self.session, **fields)

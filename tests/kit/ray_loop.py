@@ -20,7 +20,7 @@ NOISE = 0.5  # of the labels: no model comes below its square
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Each life writes its pid; the last one its loss."""
+    """Each incarnation writes its pid; the last one its loss."""
     folder = Path(config["folder"])
     name, rank = os.environ["DILOCO_WORKER_ID"], train.get_context().get_world_rank()
     torch.manual_seed(0)

@@ -21,7 +21,9 @@ def a_saved_run(*worker_ids: str, rounds: int = 0, pieces: int = 1, **options: A
     return a_run(*worker_ids, rounds=rounds, **{"save_dir": "run", **options})[0]
 
 
-def next_life(crashed: Stage, *worker_ids: str, **options: Any) -> tuple[Stage, list[Puppet]]:
+def next_incarnation(
+    crashed: Stage, *worker_ids: str, **options: Any
+) -> tuple[Stage, list[Puppet]]:
     """The broker started again, and these workers with the versions that the run has reached."""
     stage = crashed.restarted(**options)
     return stage, [stage.worker(name).comes_with(crashed.holdings()) for name in worker_ids]

@@ -96,7 +96,7 @@ class ScriptedTraining:
         return self.worker
 
     def saves(self) -> Saved:
-        """What the script's checkpoint has. Then this life is over."""
+        """What the script's checkpoint has. Then this incarnation is over."""
         state = copy.deepcopy(self.worker.state_dict()), state_of(self.descent.model)
         self.worker.close(failed=True)
         return state
@@ -109,7 +109,7 @@ class ScriptedTraining:
         answer: Error | None = None,
         **keywords: Any,
     ) -> Join:
-        """Another life of the worker has joined; the broker has these versions."""
+        """Another incarnation of the worker has joined; the broker has these versions."""
         self.makes(model, **keywords)
         self.descent.model.load_state_dict(saved[1])
         self.worker.load_state_dict(saved[0])

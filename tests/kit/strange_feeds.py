@@ -1,4 +1,4 @@
-"""Snapshots with whatever a stranger may put into them, drawn by Hypothesis."""
+"""Snapshots with whatever an unauthenticated peer may put into them, drawn by Hypothesis."""
 
 from typing import Any
 

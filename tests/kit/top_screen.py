@@ -48,7 +48,7 @@ EVENTS = (
 
 
 def document(sequence: int = 1, **keys: Any) -> dict[str, Any]:
-    """The run that the pictures show, `sequence` seconds into its life."""
+    """The run that the pictures show, `sequence` seconds into its incarnation."""
     crew = [
         each
         | {

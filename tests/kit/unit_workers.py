@@ -39,10 +39,10 @@ class UnitWorker:
         self.worker_id, self.size, self.epochs = worker_id, size, epochs
         self.pieces = stage.config.num_fragments
         self.in_hand: list[int] = []  # handed out and not trained on
-        self.trained: list[Trained] = []  # in all its life
+        self.trained: list[Trained] = []  # in all its incarnation
         self.in_flight: dict[int, Push] = {}  # by fragment
         self.answers: list[Answered] = []  # to what it asked last
-        self.asked: list[Take] = []  # of the broker, in all its life
+        self.asked: list[Take] = []  # of the broker, in all its incarnation
         self._connection = Connection(None)
         self.units = Units(self._connection)
         self._bases: dict[int, VersionId] = {}  # by fragment

@@ -34,7 +34,7 @@ from diloco_lab.chaos.audit import (
     read_lines,
     version_of,
 )
-from diloco_lab.chaos.crew import AUDIT, MODES, Crew, DrillProxy, Life
+from diloco_lab.chaos.crew import AUDIT, MODES, Crew, DrillProxy, Incarnation
 from diloco_lab.chaos.faults import (
     FRAGILE,
     RELAYS,
@@ -52,7 +52,7 @@ from diloco_lab.chaos.run_watch import Broken, RunWatch
 from diloco_lab.chaos.worker import bring_in
 from diloco_lab.driver.experiment import emptied
 
-BROKEN = ("broken", "doubled", "lost", "uncounted", "strangers", "differing")
+BROKEN = ("broken", "doubled", "lost", "uncounted", "unauthenticated peers", "differing")
 KINDS = (*BROKEN, "dropped", "in_flight", "forgotten")
 
 RUN = "00000000000000aa"
@@ -116,9 +116,11 @@ def a_fault(kind: Kind, target: str = "w0") -> Fault:
     return Fault(kind, target, 1, 0.0)
 
 
-def a_life(worker: str = "w0", folder: str = "/nowhere", child: Any = None, **known: Any) -> Life:
+def a_incarnation(
+    worker: str = "w0", folder: str = "/nowhere", child: Any = None, **known: Any
+) -> Incarnation:
     """The first process of a worker."""
-    return Life(worker, 1, Path(folder), child, **known)
+    return Incarnation(worker, 1, Path(folder), child, **known)
 
 
 def log(*records: dict[str, Any], worker: str = "a") -> WorkerLog:
@@ -197,7 +199,11 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         [log(frozen("p1"), dropped("p1"), LEFT)],
         {"dropped": ["p1"], "differing": ["p1", "contains it"]},
     ),
-    "push that was never frozen": ([release(1, push("p9"))], [log(LEFT)], {"strangers": ["p9"]}),
+    "push that was never frozen": (
+        [release(1, push("p9"))],
+        [log(LEFT)],
+        {"unauthenticated peers": ["p9"]},
+    ),
     "other number of steps": (
         [release(1, push("p1", steps=6))],
         [log(frozen("p1", steps=5), counted("p1", 1), LEFT)],
@@ -213,7 +219,7 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         [log(frozen("p1"), frozen("p2"))],
         {"broken": ["1#t1 is twice"]},
     ),
-    "version written by two lives of the broker": (
+    "version written by two incarnations of the broker": (
         [release(1, push("p1")), release(1, push("p1"), epoch="f")],
         [log(frozen("p1"))],
         {"broken": ["1#t1 is twice"]},
@@ -339,31 +345,31 @@ def test_useful_work_is_the_steps_of_whole_contributions() -> None:
     assert work_of(20, of_worker, entered, 2) == {"trained": 40, "applied": 12, "share": 0.3}
 
 
-def life(
+def incarnation(
     worker: str = "a",
     joined: float | None = 0.0,
     ended: float | None = None,
     stops: tuple[tuple[float, float], ...] = (),
-) -> Life:
-    return a_life(worker, joined_at=joined, ended_at=ended, stops=list(stops))
+) -> Incarnation:
+    return a_incarnation(worker, joined_at=joined, ended_at=ended, stops=list(stops))
 
 
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
-        (life(), True),
-        (life(joined=None), False),
-        (life(joined=10.0), False),
-        (life(ended=11.0), False),
-        (life(ended=12.0), False),
-        (life(ended=12.1), True),
-        (life(stops=((9.0, 10.5),)), False),
-        (life(stops=((11.9, float("inf")),)), False),
-        (life(stops=((8.0, 9.0), (13.0, 14.0))), True),
+        (incarnation(), True),
+        (incarnation(joined=None), False),
+        (incarnation(joined=10.0), False),
+        (incarnation(ended=11.0), False),
+        (incarnation(ended=12.0), False),
+        (incarnation(ended=12.1), True),
+        (incarnation(stops=((9.0, 10.5),)), False),
+        (incarnation(stops=((11.9, float("inf")),)), False),
+        (incarnation(stops=((8.0, 9.0), (13.0, 14.0))), True),
     ],
 )
 def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
-    of: Life, expected: bool
+    of: Incarnation, expected: bool
 ) -> None:
     assert of.is_alive_throughout(10.0, 12.0) is expected
 
@@ -375,8 +381,10 @@ def shares(found: dict[str, Any]) -> tuple[int, int]:
 
 def test_share_averaged_is_of_those_alive_throughout() -> None:
     versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
-    assert shares(averaged(versions, [life("a"), life("b"), life("c", joined=2.5)])) == (5, 7)
-    assert shares(averaged(versions, [life("b", ended=2.5)])) == (1, 1)
+    assert shares(
+        averaged(versions, [incarnation("a"), incarnation("b"), incarnation("c", joined=2.5)])
+    ) == (5, 7)
+    assert shares(averaged(versions, [incarnation("b", ended=2.5)])) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -542,11 +550,11 @@ def test_full_disk_is_an_error_in_the_broker_until_there_is_room(tmp_path: Path)
     (tmp_path / "file").write_bytes(large)
 
 
-def a_watch(folder: Path, *lives: Life) -> RunWatch:
+def a_watch(folder: Path, *incarnations: Incarnation) -> RunWatch:
     """Of a run in sync mode whose broker is well."""
     broker = SimpleNamespace(running=True)
     crew: Any = SimpleNamespace(
-        folder=folder, mode=MODES["sync"], lives=lives, broker=broker, relays={}
+        folder=folder, mode=MODES["sync"], incarnations=incarnations, broker=broker, relays={}
     )
     return RunWatch(crew, slowness=1.0)
 
@@ -572,7 +580,7 @@ def test_kill_may_delay_the_next_round_for_longer_where_the_machine_is_slow() ->
 
 def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     child: Any = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
-    one = a_life(folder=str(tmp_path), child=child)
+    one = a_incarnation(folder=str(tmp_path), child=child)
     watch = a_watch(tmp_path, one)
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()

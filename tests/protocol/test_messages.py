@@ -14,7 +14,7 @@ from diloco_broker import BrokerConfig
 from diloco_broker.core.members.admission import MAX_EXTRA_LENGTH
 from diloco_broker.core.members.members import MAX_HOST_LENGTH
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.frames import LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES, pack, unpack
+from diloco_protocol.frames import LONGEST_UNAUTHENTICATED, MAX_BUFFER_BYTES, pack, unpack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     KINDS,
@@ -83,7 +83,7 @@ EVERY_KIND: list[Message] = [
     Lane(b"s" * 16, 1, (b"\x02", b""), 8),
     Leave(b"s", "done"),
     Heartbeat(b"s", 10, 3, "waiting", 4.5, 2.25, 100),
-    Push(b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 4, 1.5, 0.1, Purpose.DONATION, LEDGER),
+    Push(b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 4, 1.5, 0.1, Purpose.SEEDING, LEDGER),
     Chunk(0, 5, session=b"s", push_id=4),
     Commit(b"s", 4, 0),
     Pull(0, 6, b"s", 8, VERSION, b"\x01"),
@@ -243,4 +243,4 @@ def test_longest_join_of_a_worker_that_comes_back_fits_into_a_header() -> None:
         host="h" * MAX_HOST_LENGTH,
         extra={"note": "\U0001f600" * (MAX_EXTRA_LENGTH - 20)},
     )
-    assert len(encode(in_a_header(join))) <= LONGEST_OF_A_STRANGER
+    assert len(encode(in_a_header(join))) <= LONGEST_UNAUTHENTICATED

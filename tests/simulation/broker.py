@@ -58,7 +58,7 @@ class BrokerHost:
         self.is_alive = True  # until it is killed or has stopped
         self.messages = 0  # that have come in
         self._scenario = scenario
-        self._life = 1 if disk is None else disk.next_life
+        self._incarnation = 1 if disk is None else disk.next_incarnation
         self._checkpoint = None if disk is None else disk.newest
         self._is_replaced = is_replaced  # a standby has the run, whom the referee follows
         records = Copies(referee.records) if is_replaced else referee.records
@@ -85,7 +85,7 @@ class BrokerHost:
         self._stopped_until = 0.0
         self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
         if not is_replaced:
-            referee.begins_life(self.tensors, self._checkpoint, self.owner_of)
+            referee.begins_incarnation(self.tensors, self._checkpoint, self.owner_of)
         self._tick()
 
     @property
@@ -128,7 +128,7 @@ class BrokerHost:
     def _loses_a_connection(self) -> None:
         self._lost_a_connection = True
 
-    # Life.
+    # Incarnation.
 
     def dies(self) -> None:
         """Killed: its connections break, what it knew is lost."""
@@ -209,7 +209,7 @@ class BrokerHost:
 
     def send(self, send: effects.Send) -> bool:
         if not self._is_replaced:
-            self.referee.lives.says(self.core, send.message)
+            self.referee.incarnations.says(self.core, send.message)
         behind = self._lines.down(send)
         if behind is None:
             return self._routes[send.route].down(send.message, send.payload)
@@ -227,7 +227,7 @@ class BrokerHost:
 
     def save(self, save: effects.Save) -> None:
         state = self.core.state
-        self._unsaved = checkpoint_of(state, self.tensors, save.record, self._life)
+        self._unsaved = checkpoint_of(state, self.tensors, save.record, self._incarnation)
         self._save_next()
 
     def _save_next(self) -> None:

@@ -12,7 +12,7 @@ class Disk:
     """See the head of this module."""
 
     def __init__(self, keep: int) -> None:
-        # By life of the broker and number of the next round.
+        # By incarnation of the broker and number of the next round.
         self.checkpoints: dict[tuple[int, int], Checkpoint] = {}
         self.is_full = False
         self.writes = 0
@@ -25,8 +25,8 @@ class Disk:
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     @property
-    def next_life(self) -> int:
-        return 1 + max((life for life, _ in self.checkpoints), default=0)
+    def next_incarnation(self) -> int:
+        return 1 + max((incarnation for incarnation, _ in self.checkpoints), default=0)
 
     def write(self, checkpoint: Checkpoint) -> str | None:
         """Keep a checkpoint; returns what is wrong if that cannot be."""
@@ -34,7 +34,7 @@ class Disk:
             self.failures += 1
             return "No space left on device"
         self.writes += 1
-        self.checkpoints[checkpoint.life, checkpoint.number] = checkpoint
+        self.checkpoints[checkpoint.incarnation, checkpoint.number] = checkpoint
         for old in sorted(self.checkpoints)[: -self._keep]:
             del self.checkpoints[old]
         return None

@@ -25,7 +25,7 @@ class Fragments:
         self._gradient = gradient
         self._held: dict[int, tuple[Wire, ...]] = {}  # by fragment
         self._assembly: dict[int, dict[int, Wire]] = {}  # chunks by fragment and index
-        self._donations: dict[int, tuple[Wire, ...]] = {}  # by push id; empty: a fresh model
+        self._seedings: dict[int, tuple[Wire, ...]] = {}  # by push id; empty: a fresh model
 
     def begin(self, layout: FragmentLayout) -> None:
         self._assembly[layout.fragment] = {}
@@ -68,16 +68,16 @@ class Fragments:
         self._held.clear()
 
     def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
-        self._donations[push_id] = self._held.get(layout.fragment, ())
+        self._seedings[push_id] = self._held.get(layout.fragment, ())
         return True
 
     def name(self, layout: FragmentLayout) -> None:
         raise NotImplementedError("simulated workers fetch what is frozen")
 
     def chunk(self, push_id: int, fragment: int, index: int) -> Delta | Wire:
-        if push_id not in self._donations:
+        if push_id not in self._seedings:
             return self._gradient(push_id, fragment, index)
-        held = self._donations[push_id]
+        held = self._seedings[push_id]
         contents = held[index].contents if held else Contents()
         nbytes = span_bytes(self._layout_of(fragment).spans[index], "fp32")
         return Wire((fragment, index), contents, nbytes)

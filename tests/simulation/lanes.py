@@ -81,7 +81,7 @@ class Lanes:
 
         self._is_told(lane, send)
 
-    def donate(self, push: Push) -> None:
+    def seed(self, push: Push) -> None:
         """Its chunks are made when they are sent."""
 
     def over(self, push_id: int) -> None:

@@ -7,7 +7,7 @@
 - What the reducer keeps is bounded as the mode has it.
 - Every push ends, and no worker waits endlessly, once enough workers are there. A worker whose training
   hangs is not waited for, and is expected again when it goes on.
-- A broker that comes back owes what `simulation.lives` says.
+- A broker that comes back owes what `simulation.incarnations` says.
 
 A broken promise raises `Violation` at the moment it is broken.
 """
@@ -31,7 +31,7 @@ from diloco_protocol.messages import Chunk, Commit, Held, Push, Released
 from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
 from simulation.contents import Key
 from simulation.disk import Disk
-from simulation.lives import Lives, Published
+from simulation.incarnations import Incarnations, Published
 from simulation.tensors import Record, Tensors, Violation, Wire, as_held, demand
 
 if TYPE_CHECKING:
@@ -73,14 +73,16 @@ class Referee:
         self.patience = patience
         self.thoroughness = thoroughness
         self.records: dict[Key, Record] = {}
-        self.lives = Lives(config, self.records, disk)
+        self.incarnations = Incarnations(config, self.records, disk)
         self.now = 0.0  # of the current event
         self.enough_since = 0.0  # since then there have been as many workers as a round needs
         self.has_relays = False
-        self.versions_made = 0  # released, in all fragments and lives of the broker
+        self.versions_made = 0  # released, in all fragments and incarnations of the broker
         self.rounds: list[MadeVersion] = []
         self._published: dict[tuple[int, VersionId], Published] = {}
-        self._history: set[tuple[int, VersionId]] = set()  # what this life of the broker released
+        self._history: set[tuple[int, VersionId]] = (
+            set()
+        )  # what this incarnation of the broker released
         self._audit: effects.RecordVersion | None = None
         self._alive = alive
         self._round: int | None = None
@@ -90,7 +92,7 @@ class Referee:
 
     @property
     def tensors(self) -> Tensors:
-        return self.lives.tensors
+        return self.incarnations.tensors
 
     # Events at workers.
 
@@ -104,14 +106,14 @@ class Referee:
         count = counts.get(self.config.weight_by, 1)
         record = Record(process, push, push.weight * count, self.now)
         self.records[worker_id, push.push_id] = record
-        self.lives.keys[push.push_id] = (worker_id, push.push_id)
+        self.incarnations.keys[push.push_id] = (worker_id, push.push_id)
 
     def told(self, worker_id: str, push_id: int, ending: str) -> None:
         record = self.records[worker_id, push_id]
         demand(record.ending is None, "it ends twice, now with {}: {}", ending, record)
         record.ending = ending
         if ending == "counted":
-            record.told_in_life = self.lives.number
+            record.told_in_incarnation = self.incarnations.number
 
     def delivered(
         self,
@@ -143,9 +145,9 @@ class Referee:
         if counted is not None:
             record = self.records[worker_id, counted]
             self._check_counted(record, worker_id, released, published)
-            began_with = self.lives.first.get(fragment)
+            began_with = self.incarnations.first.get(fragment)
             if began_with is not None and (fragment, version) not in self._history:
-                self.lives.counts_late(record, self._published[fragment, began_with])
+                self.incarnations.counts_late(record, self._published[fragment, began_with])
 
     def _check_counted(
         self, record: Record, worker_id: str, released: Released, published: Published
@@ -164,21 +166,21 @@ class Referee:
         assert base is not None
         stale = max(0, where - 1 - base.counter)
         told = released.staleness  # None where its worker counted as dead in between
-        began_with = self.lives.first.get(released.fragment)
+        began_with = self.incarnations.first.get(released.fragment)
         is_inherited = began_with is not None and where <= began_with.counter
         right = told in (stale, None) or is_inherited
         demand(right, "told staleness {}, not {}: {}", told, stale, record)
 
     # Events at the broker.
 
-    def begins_life(
+    def begins_incarnation(
         self, tensors: Tensors, checkpoint: Checkpoint | None, owner_of: Callable[[bytes], str]
     ) -> None:
         """A broker starts, the first one or its successor, and resumes `checkpoint`.
 
         `owner_of` gives the name of the process at the other end of a connection.
         """
-        self.lives.begins(tensors, checkpoint, owner_of)
+        self.incarnations.begins(tensors, checkpoint, owner_of)
         self._history.clear()
         self._audit = self._round = None
         self.enough_since = self.now
@@ -252,7 +254,7 @@ class Referee:
         else:
             self._check_ledger(versions)
             names = frozenset(process.name for process in self._alive())
-            self.lives.fragment_begins(core, versions, self._published, names)
+            self.incarnations.fragment_begins(core, versions, self._published, names)
         added = self.tensors.release(fragment, version)
         if former is not None:
             self._check_audit(former, version, added)

@@ -53,7 +53,7 @@ class Sums:
 
 
 class RelayHost:
-    """One life of a relay; `hub` is the name of what it connects to."""
+    """One incarnation of a relay; `hub` is the name of what it connects to."""
 
     def __init__(self, run: Simulation, name: str, hub: str) -> None:
         self.run, self.world, self.name, self.hub = run, run.world, name, hub
@@ -125,7 +125,7 @@ class RelayHost:
             self._do(self.core.disconnected("a connection broke."))
             self._reach()
 
-    # Life.
+    # Incarnation.
 
     def dies(self) -> None:
         """Killed: what it held is lost."""

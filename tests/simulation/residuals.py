@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.messages import Push
 from diloco_worker.sync.fragment import Fragment, Merge, Outcome
 from simulation.tensors import Wire, demand
@@ -43,7 +43,7 @@ class Residuals:
         self.settled_in_part = 0  # chunks of dropped pushes that counted all the same
 
     def frozen(self, push: Push) -> None:
-        if not in_few_bits(push.wire_dtype):
+        if not is_quantized(push.wire_dtype):
             return
         meant = [self._dice.randrange(-1000, 1000) for _ in range(push.chunks)]
         coded = [

@@ -98,7 +98,7 @@ def copy_checkpoints(run: Simulation) -> None:
         told.up(Promise(NAME, 1, wants="over", term=run.term))
     elif run.hub_answers and run.standby.is_alive and run.disk.newest is not None:
         newest = run.disk.newest
-        run.standby_disk.checkpoints[newest.life, newest.number] = newest
+        run.standby_disk.checkpoints[newest.incarnation, newest.number] = newest
     run.world.after(run.world.dice.uniform(*COPY_S), lambda: copy_checkpoints(run))
 
 

@@ -18,7 +18,7 @@ from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import put_back
 from diloco_broker.tensors.parameters import FragmentTensors
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 from simulation.contents import Contents, Key
@@ -108,7 +108,7 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class CodedWire(Coded):
-    """A finished chunk where replies are in few bits."""
+    """A finished chunk where replies are quantized."""
 
     def joined(self, codes: Sequence[Any]) -> Any:
         return Codes(tuple(codes))
@@ -149,9 +149,9 @@ class Record:
     # Chunks that need not come: an earlier push of its worker has its vote there.
     spared: dict[int, Key] = field(default_factory=dict)
     whole_at: float | None = None  # when the broker had all of it
-    counted_in: VersionId | None = None  # the version with it whole, if this life made it
+    counted_in: VersionId | None = None  # the version with it whole, if this incarnation made it
     ending: str | None = None  # "counted" or the code of its refusal, as its worker was told
-    told_in_life: int = 0  # of the broker
+    told_in_incarnation: int = 0  # of the broker
     was_at_relay: bool = False  # which may be gone, with its worker
     is_lost: bool = False  # a broker came back without the version that it was counted in
 
@@ -184,9 +184,9 @@ class Copies(dict[Key, Record]):
 
 
 class Tensors:
-    """The tensors of one life of a broker; it has what `Parameters` has for checkpoints.
+    """The tensors of one incarnation of a broker; it has what `Parameters` has for checkpoints.
 
-    `records` are all pushes that were ever offered, `checkpoint` is what the life began with.
+    `records` are all pushes that were ever offered, `checkpoint` is what the incarnation began with.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Tensors:
         """A chunk as it is sent; `before` is what the version had that it was made from."""
         contents = self._contents[spot]
         wire = Wire(spot, contents)
-        if not in_few_bits(self.config.reply_dtype):
+        if not is_quantized(self.config.reply_dtype):
             return wire
         return CodedWire(wire, None if before is None else Code(before, contents), 0)
 

@@ -254,7 +254,7 @@ def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
 
 
 @pytest.mark.parametrize("mode", ["streaming", "deterministic", "carry", "drop"])
-def test_joiner_three_times_slower_is_waited_for_or_carried_and_stops_nobody(mode: str) -> None:
+def test_joiner_three_times_slower_is_waited_for_or_deferred_and_stops_nobody(mode: str) -> None:
     quorum = {"quorum": 2} if mode in ("carry", "drop") else {}
     run = Simulation(calm(2, pieces=3, **MODES[mode], **quorum), seed=2)
     run.newcomer()

@@ -22,9 +22,9 @@ from simulation.simulator import Simulation
 class Reel:
     """A tape in memory, through msgpack as in a file."""
 
-    def __init__(self, core: Core, life: int) -> None:
+    def __init__(self, core: Core, incarnation: int) -> None:
         self.core = core
-        core.state.draw = Draws(b"life %d" % life)
+        core.state.draw = Draws(b"life %d" % incarnation)
         self._codec = Codec()
         state = self._codec.freeze(core.state)
         self._values = [msgpack.packb([self._codec.new_shapes(), state])]
@@ -44,7 +44,7 @@ class Reel:
 
 @contextmanager
 def taped() -> Iterator[list[Reel]]:
-    """Each life of the simulated broker makes one."""
+    """Each incarnation of the simulated broker makes one."""
     reels: list[Reel] = []
 
     def executor(core: Core, clock: Any, ports: Any) -> Executor:

@@ -148,8 +148,8 @@ def figures(run: Simulation) -> Figures:
         "lost_more": sum(steps > H for steps in lost.values()),
         "averaged": share_averaged(run),
         "to_next_round_s": (statistics.median(waits), max(waits)),  # from a fault
-        "restarts": run.referee.lives.number - 1,
-        "adopted": run.referee.lives.adoptions,
+        "restarts": run.referee.incarnations.number - 1,
+        "adopted": run.referee.incarnations.adoptions,
         # Pushes that had been counted in a version that no broker could bring back.
         "taken_back": sum(record.is_lost for record in run.referee.records.values()),
         "events": run.world.events,

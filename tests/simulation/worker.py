@@ -121,7 +121,7 @@ class Worker:
         config = self.session.config
         return heartbeat_interval(config, self.habits.heartbeat_interval) if config else 0.0
 
-    # Life.
+    # Incarnation.
 
     def start(self) -> None:
         self._feed(events.Start(len(self.reaches_at)))
@@ -240,7 +240,7 @@ class Worker:
                     self.welcome_at = self.world.now
                     self._share_out()
                 if welcome.run is not None:
-                    self.referee.lives.heard_of(self.name)
+                    self.referee.incarnations.heard_of(self.name)
             case effects.Told(Notice("shutdown" | "kicked" | "restarting", text)):
                 self.world.tell(self.name, f"hears: {text}")
                 self._nudge()

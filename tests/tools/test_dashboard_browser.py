@@ -210,7 +210,9 @@ class TestToken:
 
 
 class TestLook:
-    def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
+    def test_text_of_unauthenticated_peers_is_never_markup(
+        self, page: Page, publisher: Publisher
+    ) -> None:
         publisher.says(
             workers=[a_worker(HOSTILE, host=HOSTILE, state=HOSTILE, health=HOSTILE)],
             events=[{"sequence": 1, "level": HOSTILE, "text": HOSTILE}],

@@ -24,7 +24,7 @@ from diloco_tools.terminal import keys_of
 from kit.dashboard_server import TOKEN, serving
 from kit.exporter_scrapes import until
 from kit.feed_snapshots import PATIENCE_S
-from kit.keyed_broker import GUESTS, file_of, forged, key, public_of
+from kit.keyed_broker import ALLOWED, file_of, forged, key, public_of
 from kit.process_kit import LOCAL, wait_for
 from kit.top_screen import ScreenPilot, snapshot
 from kit.top_text import top
@@ -41,13 +41,13 @@ NONE = r"The broker uses no keys"
 def other_broker_s(folder: KeyFolder, path: Path) -> Keys:
     """The display's key for a broker that is not this one."""
     other = KeyFolder.make(path)
-    other.add_all([GUESTS["display"]])
+    other.add_all([ALLOWED["display"]])
     return key(other, "display")
 
 
 @pytest.mark.parametrize(
     ("whose", "sentence"),
-    [("none", WANTED), ("a stranger's", REVOKED), ("another broker's", OTHER)],
+    [("none", WANTED), ("an unauthenticated peer's", REVOKED), ("another broker's", OTHER)],
 )
 def test_feed_is_refused_at_once_with_a_sentence(
     keyed: Broker, folder: KeyFolder, tmp_path: Path, whose: str, sentence: str
@@ -183,7 +183,7 @@ class TestScreen:
 
 class TestPage:
     def test_page_without_a_key_to_steer_says_so(self, keyed: Broker, folder: KeyFolder) -> None:
-        policy = Policy("127.0.0.1", TOKEN, reader=GUESTS["display"])
+        policy = Policy("127.0.0.1", TOKEN, reader=ALLOWED["display"])
         with serving(keyed.feed_address, policy=policy, keys=key(folder, "display")) as site:
             site.await_state(security="keys")
             session = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json

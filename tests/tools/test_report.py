@@ -49,7 +49,9 @@ def hostile_run(folder: Path, text: str) -> Page:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_strangers_say_is_text_wherever_it_stands(tmp_path: Path, text: str) -> None:
+def test_what_unauthenticated_peers_say_is_text_wherever_it_stands(
+    tmp_path: Path, text: str
+) -> None:
     shown, plain = hostile_run(tmp_path, text), hostile_run(tmp_path, "stranger")
     assert shown.tags == plain.tags, "no text makes an element, or ends one"
     assert [each[:2] for each in shown.attributes] == [each[:2] for each in plain.attributes]

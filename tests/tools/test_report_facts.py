@@ -27,7 +27,7 @@ UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
 DIED = "its connection broke and it did not reconnect"
 
 
-def in_life(epoch: str, *lines: dict[str, Any]) -> list[dict[str, Any]]:
+def in_incarnation(epoch: str, *lines: dict[str, Any]) -> list[dict[str, Any]]:
     """Lines of another life of the broker."""
     return [{**each, "epoch": epoch} for each in lines]
 
@@ -77,12 +77,14 @@ def test_run_that_was_resumed_has_all_its_lives(tmp_path: Path) -> None:
         tmp_path,
         start(AT),
         *(closed(AT + n, n, "a", "b") for n in range(1, 11)),
-        *in_life(
+        *in_incarnation(
             "b1", start(AT + 100), event(AT + 101, "a joins from h."), event(AT + 101, "b joins.")
         ),
-        *in_life("b1", *(closed(AT + 100 + n, n, "a", "b") for n in range(9, 12))),
-        *in_life("c2", start(AT + 200), event(AT + 201, "a joins."), closed(AT + 205, 12, "a")),
-        *in_life("c2", line("stop", AT + 206, text="enough", run_is_over=True)),
+        *in_incarnation("b1", *(closed(AT + 100 + n, n, "a", "b") for n in range(9, 12))),
+        *in_incarnation(
+            "c2", start(AT + 200), event(AT + 201, "a joins."), closed(AT + 205, 12, "a")
+        ),
+        *in_incarnation("c2", line("stop", AT + 206, text="enough", run_is_over=True)),
     )
     assert [(life.first, life.last, life.rounds) for life in facts.lives] == [
         (1, 10, 10),
@@ -192,7 +194,7 @@ def test_change_of_a_setting_is_told_with_who_is_behind_it(tmp_path: Path) -> No
         start(AT),
         start(AT + 5, settings=other),
         start(AT + 6, settings=other),  # written again when the file begins anew
-        *in_life("b1", start(AT + 9)),
+        *in_incarnation("b1", start(AT + 9)),
     )
     told = [(each.name, each.before, each.after, each.by_restart) for each in facts.changes]
     assert told == [("outer.lr", 0.7, 0.5, False), ("outer.lr", 0.5, 0.7, True)]

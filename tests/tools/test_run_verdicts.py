@@ -19,7 +19,7 @@ from diloco_tools.monitor.feed.model import FeedModel
 from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import Publisher, frame, status
-from kit.restarts import a_saved_run, next_life
+from kit.restarts import a_saved_run, next_incarnation
 from kit.top_screen import LARGE, shown
 from kit.top_text import drawn, top_of
 from kit.whole_run import make_config
@@ -280,7 +280,7 @@ def test_restart_misses_only_workers_that_have_not_left() -> None:
     crashed.puppets["b"].leaves()
     crashed.puppets["c"].dies()
     a_round([crashed.puppets["a"]], 1)
-    stage, (a, c) = next_life(crashed, "a", "c")
+    stage, (a, c) = next_incarnation(crashed, "a", "c")
     stage.passes(0.2)
     assert verdict(stage).word == "healthy", "c has its own place again"
     a_round([a, c], 2)

@@ -216,7 +216,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "healthy": status(),
     "some_lost": LOST,
     "bare": {"feed": 1, "sequence": 1, "epoch": "a0"},
-    "names_of_strangers": status(**STRANGE),
+    "names_of_unknown_peers": status(**STRANGE),
     "many_in_trouble": status(workers=TOO_MANY),
     "asynchronous": status(
         mode="async",

@@ -200,7 +200,7 @@ async def test_small_window_says_what_it_needs(pilot: ScreenPilot) -> None:
     assert "too small" not in pilot.text()
 
 
-async def test_names_of_strangers_are_only_text(pilot: ScreenPilot) -> None:
+async def test_names_of_unknown_peers_are_only_text(pilot: ScreenPilot) -> None:
     name = "a\x1b[2J[red]\nb"
     events: list[dict[str, Any]] = [{"sequence": 1, "text": "x\r\x1b]0;y\x07", "level": "error"}]
     news = snapshot(42, workers=[worker(name, host="\x1b[1m", state="\x07")], events=events)

@@ -1,4 +1,4 @@
-"""Square brackets of strangers are text: no display takes them for markup, nor ours for theirs."""
+"""Square brackets in names are text: no display takes them for markup, nor ours for theirs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COMMANDS = {
 }
 
 
-def strangers(name: str) -> dict[str, Any]:
+def unknown_peers(name: str) -> dict[str, Any]:
     """A snapshot in which every text of a worker is `name`."""
     return status(
         run=name,
@@ -98,19 +98,19 @@ def test_tables_show_rows_as_they_are(name: str) -> None:
 
 @EVERY_NAME
 def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
-    text = drawn(strangers(name), width=200)
+    text = drawn(unknown_peers(name), width=200)
     for line in (f"run {name[:8]}", f"missing: {name}", f"NOT SAVED: {name}", f"error: {name}"):
         assert line in text
     assert f"{name}: {name}" in text
     assert f"\n{name} " in text
-    told = as_text(strangers(name))
+    told = as_text(unknown_peers(name))
     assert f"missing: {name}" in told and f"\n{name} " in told and f"NOT SAVED: {name}" in told
 
 
 @pytest.mark.parametrize("name", ["[/]", "[@click=app.quit]x", "x\\"])
 @screen({"size": LARGE})
 async def test_full_screen_shows_names_verbatim(pilot: ScreenPilot, name: str) -> None:
-    await pilot.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
+    await pilot.hears(parse_snapshot(frame(unknown_peers(name) | {"sequence": 50})), after_s=1.0)
     await pilot.sees(f" {name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
     await pilot.press("enter")
     await pilot.sees(
@@ -127,7 +127,7 @@ async def test_full_screen_shows_names_verbatim(pilot: ScreenPilot, name: str) -
 
 @EVERY_NAME
 def test_metrics_have_names_as_they_are(name: str) -> None:
-    labels = {label for _, values in exported(strangers(name)) for label in values}
+    labels = {label for _, values in exported(unknown_peers(name)) for label in values}
     assert label_value(name) == name and name in labels
 
 

@@ -72,7 +72,7 @@ WHERE: dict[str, list[tuple[bool, str]]] = {
 }
 EVERY_KIND = [each for kinds in WHERE.values() for each in kinds]
 # The first parameters come from a worker; this breaks its upload.
-DONATION = [
+SEEDING = [
     Cut(DOWN, "notice", passed=0),
     Cut(DOWN, "notice"),
     Cut(UP, "push", passed=0),
@@ -178,7 +178,7 @@ def test_break_and_reply_within_one_long_step_change_no_bit(kinds: str, name: st
 
 @pytest.mark.parametrize("name", ["streaming mean", "fragments"])
 def test_break_in_the_first_upload_of_parameters_changes_no_bit(name: str) -> None:
-    change_no_bit(name, DONATION, 6, provided=False)
+    change_no_bit(name, SEEDING, 6, provided=False)
 
 
 def wide(workers: int) -> list[Trainee]:

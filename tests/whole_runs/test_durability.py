@@ -310,8 +310,10 @@ def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
     torch.testing.assert_close(got, start - (mine + theirs) / 2, rtol=1e-6, atol=1e-6)
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     (version,) = [line for line in lines if line["pushes"]]
-    lives = [push for push in version["pushes"] if push["worker"] == "a"]
-    assert len(lives) == (1 if reducer else 2), "the kill came too early or too late for this test"
+    incarnations = [push for push in version["pushes"] if push["worker"] == "a"]
+    assert len(incarnations) == (1 if reducer else 2), (
+        "the kill came too early or too late for this test"
+    )
     assert status["round"]["number"] == 1
 
 
@@ -465,16 +467,19 @@ def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
 ) -> None:
     folder = tmp_path / "run"
     draw = random.Random(5)
-    for life in range(1, 5):
-        child = processes.start(process_kit.save_for_ever, folder, life)
-        child.says(f"saved 2 of {life}")
+    for incarnation in range(1, 5):
+        child = processes.start(process_kit.save_for_ever, folder, incarnation)
+        child.says(f"saved 2 of {incarnation}")
         threading.Event().wait(draw.uniform(0, 0.05))  # the moment is the fault
         child.kill()
         made = [load(path) for path in found(folder)]
-        assert made[0].life == life
+        assert made[0].incarnation == incarnation
         assert made[0].number >= 2
         for each in made:
-            assert_equal(each, replace(a_checkpoint(each.number, seed=each.number), life=each.life))
+            assert_equal(
+                each,
+                replace(a_checkpoint(each.number, seed=each.number), incarnation=each.incarnation),
+            )
     FolderLock(folder).release()
     left = {path.name for path in folder.iterdir()}
     assert left == {LOCK, *(path.name for path in found(folder))}, "unfinished saves are removed"
@@ -492,7 +497,7 @@ def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> 
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(Damaged):
         load(newer)
-    adopted = replace(fresh, life=old.life + 1)
+    adopted = replace(fresh, incarnation=old.incarnation + 1)
     assert_equal(load(checkpoint.save(tmp_path, adopted, keep=3)), adopted)
 
 

@@ -60,7 +60,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
         assert apart <= by, f"{name} differs by {apart:g}"
 
 
-FEW_BITS = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z", "feedback_decay": 0.75}
+QUANTIZED = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z", "feedback_decay": 0.75}
 RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
 
@@ -71,7 +71,7 @@ DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
         # The mean of the gradients of two equal batches is that of one, so all sums are the same.
         pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
         pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp"),
-        pytest.param(FEW_BITS, [DDP, PLAIN], {}, 0.0, id="few-bits-ddp"),
+        pytest.param(QUANTIZED, [DDP, PLAIN], {}, 0.0, id="quantized-ddp"),
         pytest.param(RELAYED, [DDP, PLAIN], {}, 1e-6, id="relay-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
         pytest.param(SYNC, [("fsdp", 1)], {}, 1e-6, id="sync-fsdp1", marks=pytest.mark.nightly),

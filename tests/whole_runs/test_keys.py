@@ -17,7 +17,7 @@ from diloco_protocol.errors import Refused, Unreachable, UsageError
 from diloco_protocol.feed import TOPIC
 from diloco_protocol.roles import Peer, Role
 from diloco_worker import DiLoCoClient
-from kit.keyed_broker import GUESTS, file_of, forged, key, public_of, written
+from kit.keyed_broker import ALLOWED, file_of, forged, key, public_of, written
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, wait_for
 from kit.sites import Sites, a_model, ledger_of, until
@@ -123,14 +123,14 @@ NORTH = Peer(Role.RELAY, "north")
 @pytest.fixture
 def of_hub(tmp_path: Path) -> KeyFolder:
     made = KeyFolder.make(tmp_path / "hub")
-    made.add_all([*GUESTS.values(), NORTH])
+    made.add_all([*ALLOWED.values(), NORTH])
     return made
 
 
 @pytest.fixture
 def of_site(tmp_path: Path) -> KeyFolder:
     made = KeyFolder.make(tmp_path / "site")
-    made.add_all(GUESTS.values())
+    made.add_all(ALLOWED.values())
     return made
 
 

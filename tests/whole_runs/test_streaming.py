@@ -1,7 +1,7 @@
 """Synchronous runs over real sockets equal the single-process loop: with fragments, delays and merges.
 
 In deterministic mode with an fp32 wire every bit agrees; the mean that takes chunks as they come agrees
-within fp32 rounding. Runs in few bits equal the loop with the codecs in plain Python. See `reference.py`
+within fp32 rounding. Runs quantized equal the loop with the codecs in plain Python. See `reference.py`
 for the loop and `whole_run.py` for the run.
 """
 
@@ -129,7 +129,7 @@ def merged_after_one_step(hook: DiLoCoWorker, _: int, __: int) -> None:
 
 
 CHUNK = 300  # a block and a part of one
-FEW_BITS = ["int8", "int4", "int4z"]
+QUANTIZED = ["int8", "int4", "int4z"]
 
 
 class WithFeedback:
@@ -170,11 +170,11 @@ FRAGMENTS, REBASE = Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)
     ("codec", "plan"),
     [
         pytest.param("int8", Plan(3, strided(1)), id="int8-whole"),
-        *(pytest.param(codec, FRAGMENTS, id=f"{codec}-fragments") for codec in FEW_BITS),
+        *(pytest.param(codec, FRAGMENTS, id=f"{codec}-fragments") for codec in QUANTIZED),
         pytest.param("int4z", REBASE, id="int4z-rebase"),
     ],
 )
-def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan: Plan) -> None:
+def test_run_quantized_both_ways_equals_the_loop_bit_for_bit(codec: str, plan: Plan) -> None:
     """All workers hold the same bits behind each version: those of the loop's one copy."""
     check(
         plan,

@@ -249,7 +249,7 @@ def test_dict_with_a_manifest_joins_and_seeds_the_run(talk: Talk) -> None:
     state = {"w": torch.arange(6.0).reshape(2, 3)}
     talk.does(talk.client.join, manifest=manifest, state=state)
     talk.broker.welcomes()
-    talk.broker.says(Notice("donate", fragment=0))
+    talk.broker.says(Notice("seed", fragment=0))
     _, values = talk.broker.takes_push()
     assert values.vectors[Segment.PARAMETERS].tolist() == list(range(6))
     talk.broker.serves(values, version(0))

@@ -68,13 +68,13 @@ def test_seeding_push_is_not_overwritten(
 ) -> None:
     training.begins()
     training.steps(1)
-    broker.says(Notice("donate", fragment=0))
-    donation = broker.hears(Push)
+    broker.says(Notice("seed", fragment=0))
+    seeding = broker.hears(Push)
     for counter, steps in ((1, H - 1), (2, H), (3, H)):
         training.round(steps, counter, counter)
-    broker.grants(donation)
-    values = broker.decoded(donation, broker.takes_chunks(donation, donation.chunks))
-    assert (donation.base, first(values)) == (version(0), 100)
+    broker.grants(seeding)
+    values = broker.decoded(seeding, broker.takes_chunks(seeding, seeding.chunks))
+    assert (seeding.base, first(values)) == (version(0), 100)
 
 
 def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> None:
@@ -312,11 +312,11 @@ def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining
     training.brings(1000, 1, push)
     training.broker.restart()
     assert training.broker.welcomes().versions[0] == version(1)
-    training.broker.says(Notice("donate", fragment=0))
-    donation, values = training.broker.takes_push()
-    assert (donation.base, first(values)) == (version(1), 1000)
-    assert donation.ledger is not None
-    assert donation.ledger.names_whole("me", push.push_id)
+    training.broker.says(Notice("seed", fragment=0))
+    seeding, values = training.broker.takes_push()
+    assert (seeding.base, first(values)) == (version(1), 1000)
+    assert seeding.ledger is not None
+    assert seeding.ledger.names_whole("me", push.push_id)
     training.steps(1)
     assert training.values == 100 - H - 1, "its apply point is later"
     training.steps(1)

@@ -252,7 +252,7 @@ def taken(broker: ScriptedBroker, push: Push) -> dict[int, bytes]:
 
 
 def first_round(training: ScriptedTraining, counter: int) -> list[float]:
-    """Another life of the worker, from the version before this one, and what it sends first."""
+    """Another incarnation of the worker, from the version before this one, and what it sends first."""
     training.resumes(training.saves(), version(counter - 1))
     training.says_current(counter - 1)
     training.done()

@@ -1,6 +1,6 @@
 """A worker that is killed and resumes from the script's checkpoint, as if it had never stopped.
 
-Runs have a broker and hooks in threads. Each *life* is one process of a script: it saves model,
+Runs have a broker and hooks in threads. Each *incarnation* is one process of a script: it saves model,
 optimizer and hook with `torch.save`, is killed, and the next one loads the checkpoint. The outcome is
 compared bit for bit with the same run without an interruption.
 """
@@ -34,7 +34,7 @@ MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
-# Lives of a script.
+# Incarnations of a script.
 
 
 def with_norm() -> nn.Module:
@@ -51,7 +51,7 @@ class Script:
     make_optimizer: MakeOptimizer = sgd
     keywords: dict[str, Any] = field(default_factory=dict)
 
-    def starts(self, saved: bytes | None = None) -> Life:
+    def starts(self, saved: bytes | None = None) -> Incarnation:
         """A process of the script, from the beginning or from a checkpoint; not joined yet."""
         with SEEDING:
             torch.manual_seed(0)
@@ -69,11 +69,11 @@ class Script:
             optimizer.load_state_dict(checkpoint["optimizer"])
             hook.load_state_dict(checkpoint["diloco"])
             done = checkpoint["done"]
-        return Life(self, model, optimizer, hook, done)
+        return Incarnation(self, model, optimizer, hook, done)
 
 
 @dataclass
-class Life:
+class Incarnation:
     """One process of a script."""
 
     script: Script
@@ -123,25 +123,25 @@ def plain(steps: int) -> Plot:
     """Train without an interruption."""
 
     def plot(script: Script) -> dict[int, State]:
-        life = script.starts()
-        with life.hook:
-            life.trains(steps)
-        return life.history
+        incarnation = script.starts()
+        with incarnation.hook:
+            incarnation.trains(steps)
+        return incarnation.history
 
     return plot
 
 
 def interrupted(steps: int, *, saves_at: int, dies_at: int) -> Plot:
-    """A life saves, trains on, and dies; the next one resumes from the saved state."""
+    """An incarnation saves, trains on, and dies; the next one resumes from the saved state."""
 
     def plot(script: Script) -> dict[int, State]:
-        life = script.starts()
-        life.hook.start()
-        life.trains(saves_at)
-        saved = life.saves()
-        life.trains(dies_at - saves_at)
-        life.dies()
-        history = {step: state for step, state in life.history.items() if step <= saves_at}
+        incarnation = script.starts()
+        incarnation.hook.start()
+        incarnation.trains(saves_at)
+        saved = incarnation.saves()
+        incarnation.trains(dies_at - saves_at)
+        incarnation.dies()
+        history = {step: state for step, state in incarnation.history.items() if step <= saves_at}
         again = script.starts(saved)
         with again.hook:
             history[saves_at] = state_of(again.model)  # joining changed nothing
@@ -164,10 +164,10 @@ def lived(
     with Broker(config) as broker:
         scripts = [Script(w, broker, make_model, make_optimizer) for w in range(len(plots))]
         with ThreadPoolExecutor(len(plots)) as threads:
-            lives = [
+            incarnations = [
                 threads.submit(plot, script) for plot, script in zip(plots, scripts, strict=True)
             ]
-            histories = [life.result(PATIENCE_S) for life in lives]
+            histories = [incarnation.result(PATIENCE_S) for incarnation in incarnations]
         with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
             return histories, dict(client.pull().tensors)
 
@@ -207,7 +207,7 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
         (2, WHOLE | PAIR | ADAMW | IN_ORDER, [(8, 9)]),
         # Without a fixed order; two addends commute.
         (2, WHOLE | PAIR | ADAMW, [(8, 9)]),
-        # A push is in flight at the checkpoint; the first life merges it, and dies later.
+        # A push is in flight at the checkpoint; the first incarnation merges it, and dies later.
         (1, SOON | ADAMW, [(3, 4), (6, 7)]),
         (1, LATER | ADAMW | {"fragment_update_alpha": 0.25}, [(3, 5), (6, 8)]),
         (1, SOON | ADAMW | {"fragment_merge": "rebase"}, [(3, 4), (6, 7)]),
@@ -239,11 +239,11 @@ def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
     options: dict[str, Any] = {"sync_every": 5, "outer_momentum": 0.0, "disconnect_grace": 0.05}
     wanted = lived([plain(STEPS)], **options)
     with Broker(make_config(**options)) as broker:
-        life = Script(0, broker).starts()
-        life.hook.start()
-        life.trains(7)
-        saved = life.saves()
-        life.dies()
+        incarnation = Script(0, broker).starts()
+        incarnation.hook.start()
+        incarnation.trains(7)
+        saved = incarnation.saves()
+        incarnation.dies()
     with (
         Broker(make_config(**options)) as broker,
         DiLoCoClient(broker.address, timeout=20) as observer,
@@ -252,13 +252,13 @@ def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
         with one_thread(), again.hook:
             assert observer.pull().version.counter == 1
             again.trains(STEPS - 7)
-        history = {step: s for step, s in life.history.items() if step <= 7} | again.history
+        history = {step: s for step, s in incarnation.history.items() if step <= 7} | again.history
         assert_same_bits(([history], dict(observer.pull().tensors)), wanted)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_push_before_a_crash_counts(deterministic: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """No version names it when the next life joins, which finds out before it sends a chunk."""
+    """No version names it when the next incarnation joins, which finds out before it sends a chunk."""
     config = make_config(
         workers=2, min_workers=2, sync_every=5, deterministic=deterministic, disconnect_grace=0.05
     )
@@ -270,14 +270,14 @@ def test_push_before_a_crash_counts(deterministic: bool, caplog: pytest.LogCaptu
         other = Script(1, broker).starts()
         started = threads.submit(other.hook.start)
         script = Script(0, broker)
-        life = script.starts()
-        life.hook.start()
+        incarnation = script.starts()
+        incarnation.hook.start()
         started.result(20)
-        life.trains(3)
-        saved = life.saves()
-        threads.submit(life.trains, 2)  # its boundary waits for the other one
-        until(lambda: bool(life.hook._link and life.hook._link.uploaded))
-        life.dies()
+        incarnation.trains(3)
+        saved = incarnation.saves()
+        threads.submit(incarnation.trains, 2)  # its boundary waits for the other one
+        until(lambda: bool(incarnation.hook._link and incarnation.hook._link.uploaded))
+        incarnation.dies()
         again = script.starts(saved)
         again.hook.start()
         assert equal_states(again.model, torch.load(io.BytesIO(saved), weights_only=True)["model"])

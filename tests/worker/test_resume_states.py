@@ -235,7 +235,7 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
 # A worker resumes from its checkpoint, message by message.
 
 
-STRANGER = 0xABC  # an unknown push
+UNAUTHENTICATED = 0xABC  # an unknown push
 
 
 def test_resumed_worker_joins_with_its_held_versions(training: ScriptedTraining) -> None:
@@ -277,7 +277,7 @@ def test_steps_pushed_by_a_later_incarnation_are_superseded(
     audit = tmp_path / "audit"
     training.resumes(training.saves(), version(3), options={"audit": audit})
     broker.hears_pull()
-    counted = [*(ids if flight_counted else []), STRANGER]
+    counted = [*(ids if flight_counted else []), UNAUTHENTICATED]
     has_version_of(training, 500, 3, *counted)
     training.done()
     assert training.values == 500

@@ -33,7 +33,7 @@ class Child:
     Args:
         env: environment; default: `environment()`.
         work_in: working folder; default: `folder`.
-        is_next_life: append to the log of the previous process of this name.
+        is_restart: append to the log of the previous process of this name.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Child:
         stdin: int = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
         work_in: Path | None = None,
-        is_next_life: bool = False,
+        is_restart: bool = False,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        with self.log.open("ab" if is_next_life else "wb") as output:
+        with self.log.open("ab" if is_restart else "wb") as output:
             self.process = subprocess.Popen(
                 command,
                 stdin=stdin,

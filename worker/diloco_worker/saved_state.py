@@ -27,7 +27,7 @@ from diloco_protocol import (
 )
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
+from diloco_protocol.dtypes import is_quantized, least_bytes, span_bytes
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.ranges import MOST
@@ -55,7 +55,7 @@ class SavedFragment:
     base: TrainingBase
     values: FlatState  # of the base
     delta: DeltaValues | None = None  # of the in-flight push, if there is one
-    feedback: SavedFeedback | None = None  # where deltas travel in few bits
+    feedback: SavedFeedback | None = None  # where deltas are quantized
 
 
 @dataclass(frozen=True)
@@ -413,7 +413,7 @@ def _delta(share: FragmentLayout, saved: Plain) -> DeltaValues:
         return None if given is None else FlatState(share, _vectors(share, given, "fp32"))
 
     state = FlatState(share, wire, dtype)
-    if in_few_bits(dtype):
+    if is_quantized(dtype):
         state = InFewBits(share, wire, dtype, {}, _codes(share, saved["codes"] or {}, dtype))
     return DeltaValues(state, copy_of(saved["frozen"]), copy_of(saved["anchor"]))
 

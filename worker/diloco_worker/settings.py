@@ -225,7 +225,7 @@ class WorkerOptions:
             at once, for scripts that never read `should_stop` and have long steps. False: SIGTERM is not
             handled.
         audit: a file that gets a JSON line for each push. Default: none.
-        tensor_threads: threads that encode deltas in few bits on the host, the sending one among
+        tensor_threads: threads that encode quantized deltas on the host, the sending one among
             them, to the same bits. Default: one less than there are cores, from 1 to 4.
         local: outer_lr and outer_momentum of server="local"; not used with a broker. Default: 0.4, and a
             momentum that rises from 0.5 to 0.9 in 200 outer steps.

@@ -64,7 +64,7 @@ def export(  # noqa: PLR0917  each is an option
     from diloco_broker.storage.model_file import model_of, write_model
     from diloco_broker.storage.model_folder import write_like
     from diloco_protocol.clients.observer import Observer
-    from diloco_protocol.dtypes import SIZES, in_few_bits
+    from diloco_protocol.dtypes import SIZES, is_quantized
 
     with failing_in_a_sentence():
         if like is not None and to == Path("model.safetensors"):
@@ -83,7 +83,7 @@ def export(  # noqa: PLR0917  each is an option
                 read = observer.read()
             versions = ", ".join(map(str, read.versions))
             model, what = read.tensors, f"version{'s'[: len(read.versions) != 1]} {versions}"
-            if in_few_bits(read.reply_dtype):
+            if is_quantized(read.reply_dtype):
                 what += (
                     f"; these are the workers' values (--reply-dtype {read.reply_dtype}), the master "
                     "copy is in the checkpoints"
@@ -92,7 +92,7 @@ def export(  # noqa: PLR0917  each is an option
             path, found = newest_sound(folder, checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"
             reply = str(found.config.get("reply_dtype", ""))
-            if reply in SIZES and in_few_bits(reply):
+            if reply in SIZES and is_quantized(reply):
                 what += f"; this is the master copy, of which workers hold an {reply} approximation"
         size = write_model(model, to) if like is None else write_like(model, to, like)
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")

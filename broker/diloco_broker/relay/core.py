@@ -124,7 +124,7 @@ class _Connection:
     admitted: bytes = b""  # the session of its worker, once the hub has admitted that
     session: bytes = b""  # of the last push on it
     relay: Route | None = None  # of a downstream relay: that relay's control connection
-    life: int | None = None  # of that relay, on its control connection
+    incarnation: int | None = None  # of that relay, on its control connection
     silent_since: float | None = None  # also there; None if it sent a message since the last tick
     forwarded: set[bytes] = field(default_factory=set)  # that relay's connections, as it names them
     sent: Cache[bool] = field(default_factory=Cache)  # version chunks that it has received
@@ -179,7 +179,7 @@ class Relay:
     ) -> None:
         self._wire_dtype = wire_dtype
         self._name, self._draw, self._sums = name, draw, sums
-        self._life = draw()
+        self._incarnation = draw()
         self.terms: messages.Attached | None = None  # None until the hub has accepted the relay
         self._spans: tuple[tuple[ChunkSpan, ...], ...] = ()
         self._connections: dict[Route, _Connection] = {}
@@ -221,7 +221,7 @@ class Relay:
     def connected(self, now: float) -> Commands:
         """New connections to the hub are up."""
         self._is_connected, self._heard_at = True, now
-        yield SendUp(messages.Attach(self._name, self._life))
+        yield SendUp(messages.Attach(self._name, self._incarnation))
 
     def disconnected(self, why: str) -> Commands:
         """The connections to the hub broke: drop everything that depends on them."""
@@ -279,7 +279,7 @@ class Relay:
 
     def _accepted(self, terms: messages.Attached) -> Commands:
         if self.terms is None:
-            yield SendUp(messages.Attach(self._name, self._life, terms.token), bulk=True)
+            yield SendUp(messages.Attach(self._name, self._incarnation, terms.token), bulk=True)
             yield Log("Attached to the hub.")
         self.terms = terms
         spans = tuple(
@@ -485,11 +485,11 @@ class Relay:
         assert self.terms is not None
         if attach.token is None and len(self._relays) < MOST_RELAYS and connection.relay is None:
             for former in list(self._relays.values()):
-                if self._connections[former].life == attach.life:
+                if self._connections[former].incarnation == attach.incarnation:
                     yield Close(former)  # it has reconnected
             token = self._draw().to_bytes(8, "big")
             self._relays[token] = connection.relay = route
-            connection.is_member, connection.life = True, attach.life
+            connection.is_member, connection.incarnation = True, attach.incarnation
             yield SendDown(route, replace(self.terms, token=token))
         elif (control := self._relays.get(attach.token or b"")) is not None:
             connection.relay, connection.is_bulk, connection.is_member = control, True, True

@@ -25,8 +25,8 @@ from diloco_broker.relay.sums import TensorSums
 from diloco_broker.shell.broker import ITS_PROGRAM, Service
 from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.process_memory import give_back_freed_memory
+from diloco_broker.shell.receive_queue import ReceiveQueue
 from diloco_broker.shell.sockets import ANSWERS_KEPT_FOR_RELAYS, Incoming, Sockets
-from diloco_broker.shell.strangers import Intake
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors import memory
 from diloco_protocol.addresses import as_reached, several
@@ -114,7 +114,9 @@ class RelayBroker(Service):
         self._said = ""
         draw = partial(secrets.randbits, 64)
         self._core = core.Relay(self.name, draw, TensorSums(), parent_wire_dtype)
-        self._intake = Intake(self._core.is_member, self._take, self._end_stranger, JOIN_AT_HUB_S)
+        self._receive_queue = ReceiveQueue(
+            self._core.is_member, self._take, self._end_unauthenticated, JOIN_AT_HUB_S
+        )
 
     # Start and stop.
 
@@ -125,7 +127,9 @@ class RelayBroker(Service):
         try:
             while self._stop is None:
                 until_tick = max(0.0, next_tick - time.monotonic())
-                self.sockets.wait(min(CATCH_UP_S, until_tick) if self._intake else until_tick)
+                self.sockets.wait(
+                    min(CATCH_UP_S, until_tick) if self._receive_queue else until_tick
+                )
                 self._receive()
                 self._hear_hub()
                 now = time.monotonic()
@@ -171,10 +175,10 @@ class RelayBroker(Service):
             if incoming is None:
                 break
             if incoming.route and not incoming.is_left_behind:
-                self._intake.deliver(incoming, now)
-        self._intake.catch_up(time.monotonic, CATCH_UP_S, is_idle=False)
+                self._receive_queue.deliver(incoming, now)
+        self._receive_queue.catch_up(time.monotonic, CATCH_UP_S, is_idle=False)
 
-    def _end_stranger(self, route: bytes, why: str) -> None:
+    def _end_unauthenticated(self, route: bytes, why: str) -> None:
         logger.warning("Disconnected a peer: %s.", why)
         self.sockets.shut(route)
         self._do(self._core.closed(route))
@@ -186,7 +190,7 @@ class RelayBroker(Service):
             return
         try:
             via, frames = unwrap(incoming.frames)
-            message, payload = _read(frames, self._intake.longest_header(route, frames), via)
+            message, payload = _read(frames, self._receive_queue.longest_header(route, frames), via)
             if via is not None and peer is not None:
                 # The downstream relay vouches for its workers.
                 peer = Peer(Role.WORKER, via.peer or peer.name)

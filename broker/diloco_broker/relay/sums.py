@@ -1,6 +1,6 @@
 """The tensors of a relay: a look at chunks that it holds, and their weighted means.
 
-A mean in few bits is sent with the residual of its chunk (error feedback, as the worker's
+A quantized mean is sent with the residual of its chunk (error feedback, as the worker's
 `model.feedback` has it for what it sends itself): what the last mean has left out. A residual ends with
 the process; then it begins at zero, as with a worker that dies.
 """
@@ -20,7 +20,7 @@ from diloco_broker.tensors.memory import empty
 from diloco_broker.tensors.piece import Scratch
 from diloco_protocol import kernels
 from diloco_protocol.chunks import CHUNK_ELEMENTS, ChunkSpan, Segment
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.kernels import Source
 from diloco_protocol.tensors.codecs import (
     BLOCKS,
@@ -67,11 +67,11 @@ class TensorSums:
         weighted = [(_source(span, each), each.weight) for each in terms]
         divisor = sum(each.weight for each in terms)
         mean = Gradient(None, weighted, divisor, self._scratch).whole()
-        if not in_few_bits(wire_dtype):
+        if not is_quantized(wire_dtype):
             return encode_chunk(span, mean.to(segment_dtype(span.segment, wire_dtype)), wire_dtype)
-        return self._in_few_bits((fragment, span.index), span, mean, wire_dtype)
+        return self._quantized((fragment, span.index), span, mean, wire_dtype)
 
-    def _in_few_bits(
+    def _quantized(
         self, key: tuple[int, int], span: ChunkSpan, mean: Tensor, wire_dtype: str
     ) -> Any:
         residual = self._residuals.get(key)
@@ -89,5 +89,5 @@ def _source(span: ChunkSpan, term: Term) -> Source:
     """A chunk of parameters that was found finite."""
     if kernels.ready() is not None and term.wire_dtype in BLOCKS:
         return BLOCKS[term.wire_dtype].source(term.payload, span.elements)
-    room = empty(span.elements, torch.float32) if in_few_bits(term.wire_dtype) else None
+    room = empty(span.elements, torch.float32) if is_quantized(term.wire_dtype) else None
     return Source.of(decode_chunk(span, term.payload, term.wire_dtype, room))

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from diloco_broker.storage.key_folder import Guests, KeyFolder
+from diloco_broker.storage.key_folder import AllowedKeys, KeyFolder
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Peer, Role
 
@@ -51,11 +51,11 @@ class Doorkeeper:
         # Read now: workers that are waiting connect before the first turn, and treat a rejection as
         # final. The first poll reports files that are not keys.
         try:
-            self._guests = Guests(keys.guests().by_key)
+            self._allowed = AllowedKeys(keys.allowed().by_key)
         except OSError as error:
             raise UsageError(f"The keys in {keys.path} cannot be read: {error}.") from None
-        self._peers = frozenset(self._guests.by_key.values())
-        self._ids = _ids(self._guests)
+        self._peers = frozenset(self._allowed.by_key.values())
+        self._ids = _ids(self._allowed)
         self._seen: object = None
         self._trouble: str | None = None  # why the folder could not be read at the last poll
         self._looks_at = 0.0
@@ -80,7 +80,7 @@ class Doorkeeper:
             version, request = (*question, b"", b"")[:2]
             # version, request, domain, address, identity, mechanism, key
             key = z85.encode(question[6]) if len(question) == 7 and len(question[6]) == 32 else b""
-            peer = self._guests.by_key.get(key)
+            peer = self._allowed.by_key.get(key)
             if version != ZAP_VERSION or peer is None:
                 self.socket.send_multipart([version, request, b"400", b"no such key", b"", b""])
             else:
@@ -101,7 +101,7 @@ class Doorkeeper:
         self._looks_at = now + LOOK_EVERY_S
         try:
             seen = self._keys.fingerprint()
-            guests = self._guests if seen == self._seen else self._keys.guests()
+            allowed = self._allowed if seen == self._seen else self._keys.allowed()
         except OSError as error:  # temporary: too many open files, or a disk error
             text = f"Cannot read the keys: {error}. The previous keys stay valid; retrying."
             is_new, self._trouble = text != self._trouble, text
@@ -110,11 +110,11 @@ class Doorkeeper:
         if seen == self._seen:
             return None
         self._seen = seen
-        before, self._guests = self._guests, guests
-        now_in = self._guests.by_key
-        self._peers, self._ids = frozenset(now_in.values()), _ids(guests)
+        before, self._allowed = self._allowed, allowed
+        now_in = self._allowed.by_key
+        self._peers, self._ids = frozenset(now_in.values()), _ids(allowed)
         revoked = {peer for key, peer in before.by_key.items() if now_in.get(key) != peer}
-        new = tuple(each for each in self._guests.complaints if each not in before.complaints)
+        new = tuple(each for each in self._allowed.complaints if each not in before.complaints)
         return Changes(frozenset(revoked), new)
 
 
@@ -123,8 +123,8 @@ def user_id(peer: Peer, key: bytes) -> bytes:
     return f"{peer.role.value}/{peer.name}/".encode() + key[:16]
 
 
-def _ids(guests: Guests) -> frozenset[bytes]:
-    return frozenset(user_id(peer, key) for key, peer in guests.by_key.items())
+def _ids(allowed: AllowedKeys) -> frozenset[bytes]:
+    return frozenset(user_id(peer, key) for key, peer in allowed.by_key.items())
 
 
 def peer_of(frame: zmq.Frame) -> Peer:

@@ -16,7 +16,7 @@ from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
 from diloco_protocol.messages import Chunk, Message
 
 # Bytes of released versions that readers without a membership may keep alive: the credit of one reader.
-STRANGERS_MAY_KEEP = 32 << 20
+UNAUTHENTICATED_MAY_KEEP = 32 << 20
 
 
 class Piece(NamedTuple):
@@ -95,7 +95,7 @@ class Reader(Protocol):
 
 
 def end_keepers_of_old(readers: Iterable[Reader], newest: Mapping[int, int]) -> list[str]:
-    """Close the readers that have waited longest until the rest keep at most `STRANGERS_MAY_KEEP`.
+    """Close the readers that have waited longest until the rest keep at most `UNAUTHENTICATED_MAY_KEEP`.
 
     The last remaining reader stays: its credit bounds it. Returns a sentence for each closed one.
     """
@@ -104,11 +104,11 @@ def end_keepers_of_old(readers: Iterable[Reader], newest: Mapping[int, int]) -> 
     keepers = Counter(piece for _, pieces in kept for piece in pieces)
     total = sum({piece: size for _, pieces in kept for piece, size in pieces.items()}.values())
     ended: list[str] = []
-    if total <= STRANGERS_MAY_KEEP:
+    if total <= UNAUTHENTICATED_MAY_KEEP:
         return ended
     kept.sort(key=lambda one: one[0].chunks.waits_since)
     for reader, pieces in kept[:-1]:
-        if total <= STRANGERS_MAY_KEEP:
+        if total <= UNAUTHENTICATED_MAY_KEEP:
             break
         ended.append(f"{total >> 20} MiB of unread old parameters")
         reader.shut()

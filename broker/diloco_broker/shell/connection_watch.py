@@ -29,7 +29,7 @@ from diloco_broker.core.versions.readers import (
 )
 from diloco_broker.shell.chunks_on_the_way import ChunksOnTheWay, Piece, end_keepers_of_old
 from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
-from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES
+from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_UNAUTHENTICATED, MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer
 
 # Bytes reserved for the handshake of ZeroMQ.
@@ -37,18 +37,18 @@ HANDSHAKE_BYTES = 1 << 10
 # Bytes that CURVE adds to a frame: command name, nonce, authentication code, flags (RFC 26).
 CURVE_ADDS = 33
 # Of a message that has not ended, bytes: of a peer that has not joined, and of a member.
-STRANGERS_MAY_OWE = LONGEST_OF_A_STRANGER + HANDSHAKE_BYTES
+UNAUTHENTICATED_MAY_OWE = LONGEST_UNAUTHENTICATED + HANDSHAKE_BYTES
 MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
 # Limit for all peers together that have not joined, bytes. As empty frames they take 64 MiB of memory.
-ALL_STRANGERS_MAY_OWE = 2 << 20
+ALL_UNAUTHENTICATED_MAY_OWE = 2 << 20
 # Bytes: a subscriber of the feed sends only subscriptions, and ZeroMQ stores each of them.
 READERS_MAY_OWE = 4 << 10
 # Answers that are on their way: to a peer that has not joined, to all of them, and to a member.
-STRANGERS_MAY_LEAVE = 8 << 20
-ALL_STRANGERS_MAY_LEAVE = 48 << 20
+UNAUTHENTICATED_MAY_LEAVE = 8 << 20
+ALL_UNAUTHENTICATED_MAY_LEAVE = 48 << 20
 MEMBERS_MAY_LEAVE = 32 << 20
 # Chunks in flight, bytes: as many as credit allows. All readers of a version share one copy.
-STRANGERS_MAY_LEAVE_OF_CHUNKS = (MAX_OBSERVER_CREDIT + 1) * MAX_BUFFER_BYTES
+UNAUTHENTICATED_MAY_LEAVE_OF_CHUNKS = (MAX_OBSERVER_CREDIT + 1) * MAX_BUFFER_BYTES
 MEMBERS_MAY_LEAVE_OF_CHUNKS = (MAX_READER_CREDIT + 1) * MAX_BUFFER_BYTES
 # Seconds after which a peer that reads none of its pending bytes is given up. Heartbeats tell of
 # members, but come on another connection than chunks.
@@ -57,14 +57,14 @@ MEMBERS_READ_WITHIN_S = WORKER_GOES_ON_WITHIN_S
 # Connections of peers that have not joined, besides two for each worker that may reconnect after a
 # restart. Above that the oldest is closed, unauthenticated ones first: otherwise a peer without a key
 # could close the displays of peers with one.
-MOST_STRANGERS = 256
+MOST_UNAUTHENTICATED = 256
 # What ZeroMQ sends before it accepts a peer: its greeting, and that of CURVE to peers that know our
 # public key (RFC 26). A connection that was sent more has a peer of ours behind it.
 SAID_TO_ANYBODY = 256
 # Seconds between two looks: at connections that have not joined while they send bytes, and at all. A
 # look at many takes long, so looks may take this share of the time, and looks at all of them this one:
 # with 500 members, who may owe much more than others, there is one each half second.
-STRANGERS_EVERY_S = 0.001
+UNAUTHENTICATED_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
 SHARE_OF_LOOKS_AT_ALL = 0.01
@@ -182,9 +182,11 @@ class Connection:
         """The limit that this connection exceeds, as of the last poll; None if it exceeds none."""
         if self.owed > may_owe:
             return f"{self.owed >> 10} KiB of an incomplete message"
-        if self.left > (MEMBERS_MAY_LEAVE if is_member else STRANGERS_MAY_LEAVE):
+        if self.left > (MEMBERS_MAY_LEAVE if is_member else UNAUTHENTICATED_MAY_LEAVE):
             return f"{self.left >> 20} MiB of unread replies"
-        of_chunks = MEMBERS_MAY_LEAVE_OF_CHUNKS if is_member else STRANGERS_MAY_LEAVE_OF_CHUNKS
+        of_chunks = (
+            MEMBERS_MAY_LEAVE_OF_CHUNKS if is_member else UNAUTHENTICATED_MAY_LEAVE_OF_CHUNKS
+        )
         if self.chunks.left > of_chunks:
             return f"{self.chunks.left >> 20} MiB of unread parameters"
         within = MEMBERS_READ_WITHIN_S if is_member else READS_WITHIN_S
@@ -208,19 +210,19 @@ class ConnectionWatch:
 
     def __init__(
         self,
-        strangers_may_owe: int = STRANGERS_MAY_OWE,
+        unauthenticated_may_owe: int = UNAUTHENTICATED_MAY_OWE,
         poll: Callable[[int, int], object] = lambda number, flags: None,
-        most_strangers: int = MOST_STRANGERS,
+        most_unauthenticated: int = MOST_UNAUTHENTICATED,
     ) -> None:
-        self._most_strangers = most_strangers
-        self._strangers_may_owe = strangers_may_owe
+        self._most_unauthenticated = most_unauthenticated
+        self._unauthenticated_may_owe = unauthenticated_may_owe
         self._poll = poll
         self.next_look = 0.0
         self.turns = 0
         self._next_at_all = self._rests_until = 0.0
         self._by_number: dict[int, Connection] = {}
         # Those of `_by_number` that had not joined at the last poll.
-        self._strangers: dict[int, Connection] = {}
+        self._unauthenticated: dict[int, Connection] = {}
         self.by_route: dict[bytes, Connection] = {}
         # Routes of connections that have ended, and whether we have ended them: what of theirs still
         # waits is of no other one. Nothing waits once nothing was left to receive.
@@ -232,15 +234,15 @@ class ConnectionWatch:
         self.closed(number)
         connection = self._by_number[number] = Connection(transport, opened_at=self.turns)
         self._mark(number, connection, is_member=False)
-        if len(self._strangers) > self._most_strangers:
+        if len(self._unauthenticated) > self._most_unauthenticated:
             self.next_look = min(self.next_look, self._rests_until)
 
     def _mark(self, number: int, connection: Connection, *, is_member: bool) -> None:
         connection.is_member = is_member
         if is_member:
-            del self._strangers[number]
+            del self._unauthenticated[number]
         else:
-            self._strangers[number] = connection
+            self._unauthenticated[number] = connection
         self._poll(number, 0 if is_member else zmq.POLLIN)
 
     def closed(self, number: int) -> None:
@@ -248,7 +250,7 @@ class ConnectionWatch:
         connection = self._by_number.pop(number, None)
         if connection is None:
             return
-        if self._strangers.pop(number, None) is not None:
+        if self._unauthenticated.pop(number, None) is not None:
             self._poll(number, 0)
         if connection.route is not None:
             self.by_route.pop(connection.route, None)
@@ -313,7 +315,7 @@ class ConnectionWatch:
 
     def stirred(self, ready: Collection[object]) -> None:
         """Schedule a poll if one of these readable descriptors belongs to a peer that has not joined."""
-        if not self._strangers.keys().isdisjoint(ready):
+        if not self._unauthenticated.keys().isdisjoint(ready):
             self.next_look = min(self.next_look, self._rests_until)
 
     def shut_those_of(self, peers: Container[Peer]) -> None:
@@ -333,41 +335,45 @@ class ConnectionWatch:
         is_at_all = now >= self._next_at_all
         ended: list[str] = []
         all_turns = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
-        for number, connection in list((self._by_number if is_at_all else self._strangers).items()):
+        for number, connection in list(
+            (self._by_number if is_at_all else self._unauthenticated).items()
+        ):
             is_member = connection.route in members
             if is_member is not connection.is_member:
                 self._mark(number, connection, is_member=is_member)
             connection.see(now, self.turns, all_turns)
-            may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
+            may_owe = MEMBERS_MAY_OWE if is_member else self._unauthenticated_may_owe
             why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
             if why is not None and not connection.is_ended:
                 connection.shut()
                 ended.append(why)
-        strangers = [each for each in self._strangers.values() if not each.is_ended]
-        strangers.sort(key=lambda each: each.was_let_in)
-        ended += _bound_together(strangers, self._most_strangers)
+        unauthenticated = [each for each in self._unauthenticated.values() if not each.is_ended]
+        unauthenticated.sort(key=lambda each: each.was_let_in)
+        ended += _bound_together(unauthenticated, self._most_unauthenticated)
         if is_at_all:
-            ended += end_keepers_of_old((c for c in strangers if not c.is_ended), self._newest)
+            ended += end_keepers_of_old(
+                (c for c in unauthenticated if not c.is_ended), self._newest
+            )
         took = time.thread_time() - began
         if is_at_all:
             self._next_at_all = now + max(EVERYBODY_EVERY_S, took / SHARE_OF_LOOKS_AT_ALL)
-        pause = max(STRANGERS_EVERY_S, took / SHARE_OF_LOOKS)
+        pause = max(UNAUTHENTICATED_EVERY_S, took / SHARE_OF_LOOKS)
         self._rests_until = now + pause
         self.next_look = max(self._next_at_all, self._rests_until)
         return ended
 
 
-def _bound_together(strangers: list[Connection], most: int) -> list[str]:
+def _bound_together(unauthenticated: list[Connection], most: int) -> list[str]:
     """Close the first of these connections until the rest are within the common limits."""
     ended = []
-    owed, left = sum(max(0, c.owed) for c in strangers), sum(c.left for c in strangers)
-    for number, connection in enumerate(strangers):
+    owed, left = sum(max(0, c.owed) for c in unauthenticated), sum(c.left for c in unauthenticated)
+    for number, connection in enumerate(unauthenticated):
         why = None
-        if number < len(strangers) - most:
+        if number < len(unauthenticated) - most:
             why = f"there were more than {most} connections of peers that had not joined"
-        elif owed > ALL_STRANGERS_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
+        elif owed > ALL_UNAUTHENTICATED_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
             why = f"{owed >> 10} KiB of incomplete messages of peers that have not joined"
-        elif left > ALL_STRANGERS_MAY_LEAVE and connection.left:
+        elif left > ALL_UNAUTHENTICATED_MAY_LEAVE and connection.left:
             why = f"{left >> 20} MiB of unread replies to peers that have not joined"
         if why is not None and not connection.is_ended:
             owed, left = owed - max(0, connection.owed), left - connection.left

@@ -31,10 +31,10 @@ from diloco_broker.shell.chunks_on_the_way import Piece, piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import give_back_freed_memory, memory_bytes, rss_bytes
+from diloco_broker.shell.receive_queue import ReceiveQueue
 from diloco_broker.shell.relays import RelayLines
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
-from diloco_broker.shell.strangers import Intake
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage import checkpoint, model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
@@ -118,7 +118,7 @@ class Loop:
             split = own_plan.make_split(config, choose)
             has_own = factory is not None
             found = resume.newest_checkpoint(config, has_own_optimizer=has_own, split=split)
-            self._life = resume.next_life(config)
+            self._incarnation = resume.next_incarnation(config)
             self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
             opened.callback(self.tensors.close)
             clock = machine_clock()
@@ -171,7 +171,9 @@ class Loop:
             if tape is not None:
                 opened.callback(tape.close)
             self._opened = opened.pop_all()
-        self._intake = Intake(self.core.state.knows, self._take, self._end_stranger)
+        self._receive_queue = ReceiveQueue(
+            self.core.state.knows, self._take, self._end_unauthenticated
+        )
         self._lines = RelayLines()
         self._executor = self._make_executor(surroundings, split, tape)
         self._is_finished = False  # the core has finished
@@ -265,9 +267,9 @@ class Loop:
         self._report_saves()
         self._send_piece()
         self._work()
-        if self._intake:
+        if self._receive_queue:
             is_idle = not self.tensors and (self._rests or not has_messages)
-            self._intake.catch_up(self.now, RECEIVE_SLICE_S, is_idle=is_idle)
+            self._receive_queue.catch_up(self.now, RECEIVE_SLICE_S, is_idle=is_idle)
         if not self.tensors or self._executor.unacknowledged >= ACKNOWLEDGED_TOGETHER:
             self._executor.acknowledge()
         now = self.now()
@@ -301,7 +303,11 @@ class Loop:
 
     def _may_wait_s(self) -> float:
         """Seconds to wait for messages, after a rest where nothing but heartbeats came lately."""
-        if self.tensors or self._intake or (self._pieces is not None and self._pieces.results):
+        if (
+            self.tensors
+            or self._receive_queue
+            or (self._pieces is not None and self._pieces.results)
+        ):
             return 0.0
         if self._rests and self.now() > self._busy_at + QUIET_S:
             self.sockets.rest(REST_S)
@@ -329,13 +335,13 @@ class Loop:
             if message is None:
                 return number < UNREAD_KEPT // 2
             if message.route:
-                self._intake.deliver(message, self._received_at)
+                self._receive_queue.deliver(message, self._received_at)
             took = time.perf_counter() - began
             if took > IDLE_SLICE_S or (took > RECEIVE_SLICE_S and self.tensors):
                 return False
         return False
 
-    def _end_stranger(self, route: bytes, why: str) -> None:
+    def _end_unauthenticated(self, route: bytes, why: str) -> None:
         self.sockets.shut(route)
         self._executor.feed(events.ConnectionEnded(why))
 
@@ -348,7 +354,7 @@ class Loop:
             if self.core.state.relays.on(route) is not None:
                 received = relays.received(route, incoming.frames, peer)
             else:
-                longest = self._intake.longest_header(route, incoming.frames)
+                longest = self._receive_queue.longest_header(route, incoming.frames)
                 received = events.Received(route, *unpack(incoming.frames, longest), peer)
             if isinstance(received, events.Malformed):
                 self._executor.feed(received)
@@ -418,7 +424,7 @@ class Loop:
     def save(self, save: effects.Save) -> None:
         assert self._writer is not None
         tensors = self.tensors.of(self.core.state.model.layout)
-        checkpoint = writer.checkpoint_of(self.core.state, tensors, save.record, self._life)
+        checkpoint = writer.checkpoint_of(self.core.state, tensors, save.record, self._incarnation)
         self._writer.save(checkpoint)
 
     def read(self, read: effects.ReadCheckpoint) -> None:
@@ -470,7 +476,7 @@ class Loop:
             return
         record = checkpoints.run_record(state, state.round.number)
         tensors = self.tensors.of(state.model.layout)
-        final = writer.checkpoint_of(state, tensors, record, self._life)
+        final = writer.checkpoint_of(state, tensors, record, self._incarnation)
         path = Path(folder) / FINAL_MODEL
         try:
             model_file.write_model(model_file.model_of(final), path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 
-from diloco_broker.shell.connection_watch import MOST_STRANGERS
+from diloco_broker.shell.connection_watch import MOST_UNAUTHENTICATED
 
 # Open files besides connections: files, sockets, those of libraries.
 OTHERS = 256
@@ -19,7 +19,7 @@ def allow_connections(workers: int) -> int:
     A worker has one control connection and one per process, and twice as many while it reconnects.
     Returns the new limit, which is lower if the system's hard limit is.
     """
-    wanted = MOST_STRANGERS + 2 * (1 + PROCESSES) * workers + OTHERS
+    wanted = MOST_UNAUTHENTICATED + 2 * (1 + PROCESSES) * workers + OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

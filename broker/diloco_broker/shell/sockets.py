@@ -18,7 +18,7 @@ from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
 from diloco_broker.shell.chunks_on_the_way import Piece
 from diloco_broker.shell.connection_watch import (
     CURVE_ADDS,
-    MOST_STRANGERS,
+    MOST_UNAUTHENTICATED,
     READERS_MAY_OWE,
     Connection,
     ConnectionWatch,
@@ -64,14 +64,14 @@ class Incoming:
     Attributes:
         frames: bytes-like; at most one more than a message may have.
         peer: owner of the connection's key, if keys are required.
-        is_of_stranger: its peer had not joined at the last poll.
+        is_unauthenticated: its peer had not joined at the last poll.
         is_left_behind: we have closed its connection, so it cannot be answered.
     """
 
     route: bytes
     frames: list[Any]
     peer: Peer | None = None
-    is_of_stranger: bool = True
+    is_unauthenticated: bool = True
     is_left_behind: bool = False
 
 
@@ -96,7 +96,7 @@ class Sockets:
         relays: bool = False,
     ) -> None:
         self._answers_kept = ANSWERS_KEPT_FOR_RELAYS if relays else ANSWERS_KEPT
-        self._most_strangers = MOST_STRANGERS + 2 * workers
+        self._most_unauthenticated = MOST_UNAUTHENTICATED + 2 * workers
         self._context = zmq.Context()
         try:
             self._doorkeeper = None if keys is None else Doorkeeper(self._context, keys)
@@ -114,7 +114,9 @@ class Sockets:
             # only connections of our user, as reported by the kernel.
             self._router.set(zmq.IPC_FILTER_UID, os.geteuid())
             self._router.bind(self.own_address)
-        self._watch = ConnectionWatch(poll=self._poll, most_strangers=self._most_strangers)
+        self._watch = ConnectionWatch(
+            poll=self._poll, most_unauthenticated=self._most_unauthenticated
+        )
         self._readers = ConnectionWatch(READERS_MAY_OWE)
         # The closed connection of a killed worker is seen long before its heartbeats are missed.
         self._monitors = [
@@ -208,8 +210,8 @@ class Sockets:
         self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
         connection.heard += on_the_wire(buffers, encrypted=self._doorkeeper is not None)
-        is_stranger = not connection.is_member
-        return Incoming(route, buffers, connection.peer, is_stranger, connection.is_ended)
+        is_unauthenticated = not connection.is_member
+        return Incoming(route, buffers, connection.peer, is_unauthenticated, connection.is_ended)
 
     def _drop_surplus(self, connection: Connection) -> None:
         for _ in range(SURPLUS_A_CALL):
@@ -330,7 +332,7 @@ class Sockets:
         made.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
         made.set(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_MS)
         # Connections that the kernel queues until ZeroMQ accepts them.
-        made.set(zmq.BACKLOG, 2 * self._most_strangers)
+        made.set(zmq.BACKLOG, 2 * self._most_unauthenticated)
         made.set(zmq.RCVHWM, UNREAD_KEPT)
         if self._doorkeeper is not None:
             self._doorkeeper.guard(made)

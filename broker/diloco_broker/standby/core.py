@@ -116,7 +116,7 @@ class Standby:
         self.waiting: dict[Route, Waiting] = {}
         self.relays: dict[Route, float] = {}  # when each was last heard
         self.settings: Mapping[str, Any] = {}  # the hub's
-        self._draw, self._life = draw, draw()
+        self._draw, self._incarnation = draw, draw()
         self._began_at = self._greets_at = now
         self._asks_at = self._heard_at = self._promised_until = self._again_at = -math.inf
 
@@ -125,7 +125,7 @@ class Standby:
     def receive_from_hub(self, message: messages.Message, now: float) -> Commands:
         """Handle a message of the hub."""
         match message:
-            case messages.Lease() if message.life == self._life:
+            case messages.Lease() if message.incarnation == self._incarnation:
                 yield from self._renew(message, now)
             case messages.Error(text=text) if text != self._refused:
                 self._refused = text
@@ -158,7 +158,7 @@ class Standby:
             yield self._promise(lease.nonce)
 
     def _promise(self, nonce: int | None = None) -> SendToHub:
-        return SendToHub(messages.Promise(self.name, self._life, nonce, self._wants))
+        return SendToHub(messages.Promise(self.name, self._incarnation, nonce, self._wants))
 
     def _want(self, lease: messages.Lease, now: float) -> str:
         if self._wanted_at is None or self.misfit is not None:

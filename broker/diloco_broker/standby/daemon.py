@@ -35,7 +35,7 @@ from diloco_protocol.clients.address_file import leads_somewhere, wrong_address
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.frames import KEEPALIVE_IDLE_S, LONGEST_OF_A_STRANGER, pack, unpack
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, LONGEST_UNAUTHENTICATED, pack, unpack
 from diloco_protocol.messages import Error, Message, Promise
 from diloco_protocol.relays import first_step, wrapped
 
@@ -238,7 +238,7 @@ class StandbyBroker(Service):
             if incoming.route in self._core.relays:
                 found = relays.received(incoming.route, incoming.frames, incoming.peer)
             else:
-                message, _ = unpack(incoming.frames, LONGEST_OF_A_STRANGER)
+                message, _ = unpack(incoming.frames, LONGEST_UNAUTHENTICATED)
                 found = Received(incoming.route, message, peer=incoming.peer)
             if isinstance(found, Received):
                 permissions.check(found.peer, found.message)

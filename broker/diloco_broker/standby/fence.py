@@ -88,7 +88,7 @@ def _speak(state: RunState, lease: Lease, route: effects.Route) -> effects.Effec
     lease.speaks_at = lease.now + lease.seconds / TIMES
     lease.ballot.propose(frozenset(m.voter for m in state.members if m.voter is not None))
     said = messages.Lease(
-        life=lease.life or 0,
+        incarnation=lease.incarnation or 0,
         term=state.term,
         nonce=lease.ballot.nonce(lease.now),
         seconds=lease.seconds,
@@ -118,7 +118,7 @@ def promise(state: RunState, route: effects.Route, said: messages.Promise) -> ef
         yield from _is_superseded(lease, said.term)
         return
     knew, before, is_new = lease.standby, lease.wants, route != lease.route
-    if not lease.begins_with(said.standby, said.life):
+    if not lease.begins_with(said.standby, said.incarnation):
         raise ProtocolError(Code.NOT_ALLOWED, _OTHER.format(lease.standby))
     lease.wants, lease.route = said.wants, route
     if said.wants in ("charge", "over"):

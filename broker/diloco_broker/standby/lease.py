@@ -115,7 +115,7 @@ class Lease:
     ballot: Ballot  # its workers' votes; it also draws the nonces for the standby
     now: float = 0.0  # of the current event
     standby: str = ""  # the standby's name; empty before the first has connected
-    life: int | None = None  # the incarnation of its process
+    incarnation: int | None = None  # the incarnation of its process
     route: Route | None = None
     heard_at: float = -math.inf
     promised_at: float = -math.inf  # the latest nonce that came with a promise
@@ -153,7 +153,7 @@ class Lease:
         """The standby is connected and about to take over."""
         return self.wants == "hold" and self.hears_standby
 
-    def begins_with(self, standby: str, life: int) -> bool:
+    def begins_with(self, standby: str, incarnation: int) -> bool:
         """A standby named itself. Returns False if this hub has another one.
 
         A restarted standby has no voter set, and its earlier promises still hold.
@@ -161,14 +161,14 @@ class Lease:
         if self.standby and standby != self.standby:
             return False
         self.standby, self.is_alone, self.heard_at = standby, False, self.now
-        if life != self.life:
-            self.life = life
+        if incarnation != self.incarnation:
+            self.incarnation = incarnation
             self.ballot.forget()
         return True
 
     def goes_on_alone(self) -> None:
         """An operator declared the standby gone."""
-        self.is_alone, self.standby, self.life = True, "", None
+        self.is_alone, self.standby, self.incarnation = True, "", None
         self.ballot.forget()
 
     def promised(self, nonce: int) -> None:

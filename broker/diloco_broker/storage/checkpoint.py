@@ -67,7 +67,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str]
     OSError if it cannot be written; earlier checkpoints are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = name = folder / f"checkpoint-{checkpoint.life:04d}-{checkpoint.number:012d}"
+    place = name = folder / f"checkpoint-{checkpoint.incarnation:04d}-{checkpoint.number:012d}"
     again = 1
     while place.exists():
         if _has(place, checkpoint):
@@ -291,7 +291,7 @@ def _save_fragment(
     if before is not None:
         path, plain = before
         # Link only within one incarnation: older files may have been damaged since.
-        is_ours = plain.get("life") == checkpoint.life
+        is_ours = plain.get("life") == checkpoint.incarnation
         version = to_plain(checkpoint.record.fragments[fragment].version)
         if is_ours and version == plain["fragments"].get(str(fragment), {}).get("version"):
             with contextlib.suppress(OSError):  # the file system may not support links

@@ -47,7 +47,7 @@ class Checkpoint:
     """Everything that a broker needs to continue a run."""
 
     record: RunRecord
-    life: int  # number of the broker's incarnation, from 1
+    incarnation: int  # number of the broker's incarnation, from 1
     num_fragments: int
     chunk_elements: int
     outer: str  # kind of the outer optimizer
@@ -116,7 +116,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "run": record.run,
         "number": record.number,
-        "life": checkpoint.life,
+        "life": checkpoint.incarnation,
         "manifest": to_plain(record.manifest),
         "plan": list(record.plan),
         "num_fragments": checkpoint.num_fragments,
@@ -157,7 +157,7 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
             left=tuple(str(name) for name in plain.get("left", ())),
             missing=tuple(str(name) for name in plain.get("missing", ())),
         ),
-        life=int(plain["life"]),
+        incarnation=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
         chunk_elements=int(plain["chunk_elements"]),
         outer=str(plain["outer"]),
@@ -191,7 +191,7 @@ def _check(found: Checkpoint) -> None:
         FragmentPlan.from_numbers(record.manifest, record.plan, pieces)
     elif pieces != 1:
         raise ValueError(f"{pieces} fragments")
-    numbers = {record.number, found.life, record.term}
+    numbers = {record.number, found.incarnation, record.term}
     for each in record.fragments.values():
         if not each.version.is_valid or each.version.run != record.run:
             raise ValueError(f"{each.version!r:.100} is not a version of run {record.run!r:.40}")

@@ -55,7 +55,7 @@ New broker.key:   use a new folder with new keys for all: each client file has t
 
 
 @dataclass(frozen=True)
-class Guests:
+class AllowedKeys:
     """The peers that a broker allows.
 
     Attributes:
@@ -161,7 +161,7 @@ class KeyFolder:
             _write(file, _as_json(keys.as_plain()))
             _write(allowed[peer], _as_json({"diloco_key": 1, "public": keys.public.decode()}))
 
-    def guests(self) -> Guests:
+    def allowed(self) -> AllowedKeys:
         """Read the allowed public keys.
 
         Raises:
@@ -185,10 +185,10 @@ class KeyFolder:
             except (OSError, ValueError, UsageError) as error:
                 _raise_if_it_passes(error)
                 complaints.append(f"Ignored the key {entry.path}: {error}.")
-        return Guests(found, tuple(complaints))
+        return AllowedKeys(found, tuple(complaints))
 
     def fingerprint(self) -> tuple[tuple[object, ...], ...]:
-        """A value that changes when a file is added, removed or written. Raises as `guests` does."""
+        """A value that changes when a file is added, removed or written. Raises as `allowed` does."""
         seen = []
         for _, entry in self._entries():
             try:

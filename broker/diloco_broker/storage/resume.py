@@ -17,7 +17,7 @@ from diloco_broker.storage.own_plan import Split, check_same, make_split
 from diloco_broker.tensors.outer.chunked import DELAYED
 from diloco_broker.tensors.outer.make import outer_kind
 from diloco_broker.tensors.parameters import FragmentTensors
-from diloco_broker.tensors.shadow import SHADOW
+from diloco_broker.tensors.replica import REPLICA
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
@@ -104,7 +104,7 @@ def _with_fitting_optimizer(
     text = "The outer optimizer was %s in %s and is %s now: it starts without momentum."
     logger.warning(text, had, path, has)
     bare = {
-        f: FragmentTensors(each.chunks, {n: s for n, s in each.outer.items() if n == SHADOW})
+        f: FragmentTensors(each.chunks, {n: s for n, s in each.outer.items() if n == REPLICA})
         for f, each in found.tensors.items()
     }
     return replace(found, tensors=bare)
@@ -130,7 +130,7 @@ def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) ->
     return replace(found, tensors=emptied)
 
 
-def next_life(config: BrokerConfig) -> int:
+def next_incarnation(config: BrokerConfig) -> int:
     """The number of this incarnation: one more than that of any checkpoint in the folder."""
     if config.save_dir is None:
         return 1

@@ -20,12 +20,14 @@ from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.tensors.outer.make import outer_kind
 
 
-def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: int) -> Checkpoint:
+def checkpoint_of(
+    state: RunState, store: TensorStore, record: RunRecord, incarnation: int
+) -> Checkpoint:
     """Combine a record and its tensors into a checkpoint, without copying: the tensors never change."""
     config = state.config
     return Checkpoint(
         record=record,
-        life=life,
+        incarnation=incarnation,
         num_fragments=config.num_fragments,
         chunk_elements=config.chunk_elements,
         outer=outer_kind(config, state.has_own_optimizer),

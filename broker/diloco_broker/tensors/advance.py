@@ -17,8 +17,8 @@ from diloco_broker.config.schedule import OuterSchedule
 from diloco_broker.tensors.aggregate import Gradient
 from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.outer import chunked
+from diloco_broker.tensors.replica import followed
 from diloco_broker.tensors.reply_chunk import Reply
-from diloco_broker.tensors.shadow import followed
 from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import whole_dtype
@@ -31,7 +31,7 @@ class Kept:
 
     master: Tensor  # fp32 or int64, 1-D
     state: chunked.State
-    shadow: Tensor | None = None  # the workers' replica, if replies are quantized
+    replica: Tensor | None = None  # the workers' replica, if replies are quantized
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +81,9 @@ class Advance:
 
     def sent(self, kept: Kept, made: Tensor | None = None, *, overflow: bool) -> Advanced:
         """Encode the new state; `made` is its wire form, if computed already."""
-        if kept.shadow is not None:
-            shadow, coded = followed(self.reply, kept.shadow, kept.master)
-            return Advanced(replace(kept, shadow=shadow), coded, overflow)
+        if kept.replica is not None:
+            replica, coded = followed(self.reply, kept.replica, kept.master)
+            return Advanced(replace(kept, replica=replica), coded, overflow)
         whole = whole_dtype(self.reply)
         if made is None:
             made = Reply(self.span, whole).of(kept.master)
@@ -109,7 +109,7 @@ class Advance:
                 (updated, state), made = outer.step_by_kernel(
                     fast, master, gradient.terms(), state, count=count, wire=dtype
                 )
-                return None if made is None else (Kept(updated, state, kept.shadow), made)
+                return None if made is None else (Kept(updated, state, kept.replica), made)
             if isinstance(outer, chunked.Nesterov):
                 pieces = gradient.pieces()
                 updated, state = outer.step_by_pieces(master, pieces, state, reply.add)
@@ -120,7 +120,7 @@ class Advance:
         if not all(map(is_finite, unseen)):
             return None
         made = reply.of(updated)
-        return None if made is None else (Kept(updated, state, kept.shadow), made)
+        return None if made is None else (Kept(updated, state, kept.replica), made)
 
     def _empty_buffer(self, kept: Kept, count: int) -> tuple[tuple[Kept, Tensor | None], bool]:
         """At a boundary without a usable gradient, apply a nonempty buffer with a gradient of 0.

@@ -28,7 +28,7 @@ from diloco_broker.tensors.robust import (
 )
 from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.kernels import Source, Terms
 from diloco_protocol.tensors.codecs import BLOCKS, decode_chunk, is_finite
@@ -143,7 +143,7 @@ def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | No
         if squares is not None:
             return chunk, squares
     # For bf16 and wider dtypes torch sums squares at memory speed.
-    out = empty(span.elements, torch.float32) if in_few_bits(wire) else None
+    out = empty(span.elements, torch.float32) if is_quantized(wire) else None
     values = decode_chunk(span, payload, wire, out)
     squares = squares_of(values)
     return None if squares is None else (Source.of(values), squares)
@@ -354,7 +354,7 @@ class StagedReducer:
 
     def decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
         """The values of a chunk, fp32 or int64, valid until the next call in this thread."""
-        is_decoded = span.segment is Segment.PARAMETERS and in_few_bits(dtype)
+        is_decoded = span.segment is Segment.PARAMETERS and is_quantized(dtype)
         out = self._scratch.rows[0, : span.elements] if is_decoded else None
         values = decode_chunk(span, payload, dtype, out)
         if values.dtype in (torch.float32, torch.int64):

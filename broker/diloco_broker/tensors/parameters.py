@@ -27,9 +27,9 @@ from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.piece import Piece
 from diloco_broker.tensors.radial import Radial
+from diloco_broker.tensors.replica import REPLICA, Replicas
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_broker.tensors.robust import Stretches
-from diloco_broker.tensors.shadow import SHADOW, Shadows
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.feed import OuterGroup
@@ -89,7 +89,7 @@ class Parameters:
         self._is_round = is_round
         self._share = share
         self._initial = initial
-        self._shadows = Shadows(reply)
+        self._replicas = Replicas(reply)
         self._means = [StreamingMean(part, wire) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
@@ -117,9 +117,9 @@ class Parameters:
             return None
         self._masters[fragment][index] = values
         self._make_whole(fragment, index)
-        if self._shadows.has(span):
-            self._shadows.put(fragment, index, values)
-            return self._shadows.whole(fragment, index)
+        if self._replicas.has(span):
+            self._replicas.put(fragment, index, values)
+            return self._replicas.whole(fragment, index)
         return encode_chunk(span, reply, self._whole_reply)
 
     def drop(self, fragments: Iterable[int]) -> bool:
@@ -128,7 +128,7 @@ class Parameters:
             self._masters[fragment] = [None] * len(self._masters[fragment])
             self._states[fragment] = [{} for _ in self._states[fragment]]
             self._wholes.pop(fragment, None)
-            self._shadows.forget(fragment)
+            self._replicas.forget(fragment)
         return any(value is not None for masters in self._masters for value in masters)
 
     def forget_initial(self) -> None:
@@ -218,7 +218,7 @@ class Parameters:
         chunks = [placed(masters, index) for index in range(len(masters))]
         names = sorted({name for state in states for name in state})
         outer = {name: [state.get(name) for state in states] for name in names}
-        outer |= self._shadows.kept(fragment, len(masters))
+        outer |= self._replicas.kept(fragment, len(masters))
         whole = self._wholes.get(fragment)
         optimizer = whole.fragment.state_dict() if whole else None
         return FragmentTensors(chunks, outer, optimizer, self._reply)
@@ -228,29 +228,29 @@ class Parameters:
         self._masters[fragment][:] = kept.chunks
         for index in range(len(kept.chunks)):
             found = {name: tensors[index] for name, tensors in kept.outer.items()}
-            self._put_back_shadow(fragment, index, found.pop(SHADOW, None), kept.reply)
+            self._put_back_replica(fragment, index, found.pop(REPLICA, None), kept.reply)
             self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
             self._make_whole(fragment, index)
         if kept.optimizer is not None:
             self._wholes[fragment].fragment.load_state_dict(dict(kept.optimizer))
 
-    def _put_back_shadow(
-        self, fragment: int, index: int, shadow: Tensor | None, sent_in: str
+    def _put_back_replica(
+        self, fragment: int, index: int, replica: Tensor | None, sent_in: str
     ) -> None:
         span, master = self._layouts[fragment].spans[index], placed(self._masters[fragment], index)
-        if self._shadows.has(span):
-            if shadow is None:  # workers hold the master in the dtype in which it was sent
+        if self._replicas.has(span):
+            if replica is None:  # workers hold the master in the dtype in which it was sent
                 sent = master.to(segment_dtype(span.segment, whole_dtype(sent_in)))
-                shadow = sent.float()
-            self._shadows.put(fragment, index, shadow)
-        elif shadow is not None:
+                replica = sent.float()
+            self._replicas.put(fragment, index, replica)
+        elif replica is not None:
             # Replies were quantized: the run continues from the workers' replica.
-            self._masters[fragment][index] = shadow
+            self._masters[fragment][index] = replica
 
     def _as_held(self, fragment: int, span: ChunkSpan) -> Any:
         """A chunk of the current version in wire form."""
-        if self._shadows.has(span):
-            return self._shadows.whole(fragment, span.index)
+        if self._replicas.has(span):
+            return self._replicas.whole(fragment, span.index)
         master = placed(self._masters[fragment], span.index)
         reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
@@ -300,14 +300,14 @@ class Parameters:
 
     def _kept(self, fragment: int, index: int) -> Kept:
         master = placed(self._masters[fragment], index)
-        return Kept(master, self._states[fragment][index], self._shadows.of(fragment, index))
+        return Kept(master, self._states[fragment][index], self._replicas.of(fragment, index))
 
     def _put(self, fragment: int, span: ChunkSpan, found: Advanced) -> Stepped:
         kept, index = found.kept, span.index
         self._masters[fragment][index] = kept.master
         self._states[fragment][index] = kept.state
-        if kept.shadow is not None:
-            self._shadows.put(fragment, index, kept.shadow)
+        if kept.replica is not None:
+            self._replicas.put(fragment, index, kept.replica)
         return Stepped(fragment, index, found.wire, found.overflow)
 
     def _make_whole(self, fragment: int, index: int) -> None:

@@ -158,11 +158,11 @@ class FragmentPlan:
         was made for a model with other trainable parameters.
         """
         fragment_of = self.fragment_of
-        strangers = sorted({e.name for e in trainable_of(manifest)} ^ set(fragment_of))
-        if strangers:
+        unknown = sorted({e.name for e in trainable_of(manifest)} ^ set(fragment_of))
+        if unknown:
             raise UsageError(
-                f"The plan and the model differ in {len(strangers)} trainable parameter(s), first "
-                f"{strangers[0]!r}; make the plan with FragmentPlan.of from this model's manifest."
+                f"The plan and the model differ in {len(unknown)} trainable parameter(s), first "
+                f"{unknown[0]!r}; make the plan with FragmentPlan.of from this model's manifest."
             )
         return tuple(
             fragment_of[e.name] if e.kind is Kind.TRAINABLE else _fixed(e, self.num_fragments)

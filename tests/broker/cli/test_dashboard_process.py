@@ -70,7 +70,7 @@ def test_page_of_a_broker_with_keys_has_a_read_only_one(
     assert any("dashboard.key" in line for line in lines)
     seen = (*lines, json.dumps([state, session]), broker.output)
     assert not any(secret in text for text in seen)
-    peers = KeyFolder(folder.path).guests().by_key.values()
+    peers = KeyFolder(folder.path).allowed().by_key.values()
     assert list(peers) == [Peer(Role.MONITOR, "dashboard")]
 
 

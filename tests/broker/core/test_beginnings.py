@@ -18,7 +18,7 @@ from diloco_worker.session.connection import LONGEST_BACKOFF_S
 from kit.core_harness import RUN, Stage, a_stage, layered
 from kit.restarts import holding
 
-# Where workers of an earlier life of the broker look for it.
+# Where workers of an earlier incarnation of the broker look for it.
 KNOWN = "tcp://127.0.0.1:8512"
 
 
@@ -40,7 +40,7 @@ def test_newcomer_does_not_wipe_a_run_whose_worker_is_on_its_way(has_file: bool)
     assert not new.asked_for
     a = stage.worker("a").comes_with(holding(10))
     assert (a.asked_for, new.asked_for) == ([0], [])
-    a.donates()
+    a.seeds()
     assert stage.version() == VersionId(RUN, 10, 5_010)
     new.pulls()
     assert new.holds() == stage.version()
@@ -94,7 +94,7 @@ def test_holder_that_comes_while_the_model_file_is_loaded_comes_first() -> None:
     stage.work(1)
     a = stage.worker("a").comes_with(holding(10))
     assert a.asked_for == [0]
-    a.donates()
+    a.seeds()
     stage.work()
     assert stage.version() == VersionId(RUN, 10, 5_010)
     assert [chunk["lost", 10] for chunk in stage.counted()] == [1, 1]
@@ -105,14 +105,14 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back(is_bac
     stage = a_broker(recover_wait=10.0)
     stage.passes(RETURN_WITHIN_S)
     a = stage.worker("a").comes_with(holding(10))
-    a.donates(indexes=[0])
+    a.seeds(indexes=[0])
     new = stage.worker("new").joins()
     a.dies()
     assert "a" not in stage.here
     stage.passes_with(8, "new")
     assert not new.asked_for
     if is_back:
-        stage.worker("a").comes_with(holding(10)).donates()
+        stage.worker("a").comes_with(holding(10)).seeds()
     else:
         stage.passes_with(4, "new")
         stage.provide()
@@ -135,21 +135,21 @@ def test_feed_names_whom_the_first_parameters_come_from() -> None:
 def test_seed_worker_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
-    a.donates(indexes=[0])
+    a.seeds(indexes=[0])
     stage.passes_with(round(5 * SEED_PATIENCE_S), "a")
-    a.donates(indexes=[1])
+    a.seeds(indexes=[1])
     assert stage.version().counter == 0
 
 
 def test_slow_seed_worker_is_told_that_another_one_is_asked() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    a.donates(indexes=[0])
+    a.seeds(indexes=[0])
     stage.passes_with(round(SEED_PATIENCE_S + 1), "a", "b")
     error = a.got(Error)
     assert (error.push_id, error.retry) == (a.push_id, False)
     assert b.asked_for == [0]
-    b.donates()
+    b.seeds()
     assert stage.version().counter == 0
 
 
@@ -160,20 +160,20 @@ def test_seed_workers_that_are_all_slow_are_asked_again_with_more_patience() -> 
     stage.passes_with(round(2 * SEED_PATIENCE_S + 2), "a", "b")
     assert (a.asked_for, b.asked_for) == ([0], [0])
     stage.passes_with(round(SEED_PATIENCE_S * 1.5), "a", "b")
-    b.donates()
+    b.seeds()
     assert stage.version().counter == 0
 
 
 def test_seed_worker_with_values_that_are_not_finite_is_asked_again_once_it_rejoins() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
-    a.donates(is_finite=False)
+    a.seeds(is_finite=False)
     stage.passes_with(round(2 * SEED_PATIENCE_S), "a")
     assert a.asked_for == [0], "not while it is the same"
     a.loses_connection()
     a.joins()
     assert a.asked_for == [0]
-    a.donates()
+    a.seeds()
     assert stage.version().counter == 0
 
 
@@ -181,11 +181,11 @@ def test_offer_of_a_seed_worker_that_was_passed_over_costs_it_nothing() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     stage.passes_with(round(SEED_PATIENCE_S + 1), "a", "b")
-    a.donates(indexes=[])
+    a.seeds(indexes=[])
     assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
     b.leaves()
     assert a.asked_for == [0, 0]
-    a.donates()
+    a.seeds()
     assert stage.version().counter == 0
 
 

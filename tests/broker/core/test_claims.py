@@ -75,7 +75,7 @@ def test_any_model_is_taken_where_nobody_bounds_it(memory: int | None) -> None:
 
 def claims_and_dies(stage: Stage) -> None:
     claimant = stage.worker("claimant").joins(manifest=a_manifest(500))
-    claimant.donates(indexes=[0])
+    claimant.seeds(indexes=[0])
     assert stage.tensors.chunks
     claimant.dies()
     stage.passes(2.0)
@@ -103,11 +103,11 @@ def test_claim_stays_while_another_worker_has_that_model() -> None:
     stage = a_stage(1)
     claimant = stage.worker("claimant").joins()
     other = stage.worker("other").joins()
-    claimant.donates(indexes=[0])
+    claimant.seeds(indexes=[0])
     claimant.dies()
     stage.passes(2.0)
     assert other.asked_for == [0]
-    other.donates()
+    other.seeds()
     assert stage.version().counter == 0
 
 

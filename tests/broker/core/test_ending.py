@@ -11,7 +11,7 @@ from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_protocol.messages import Error, Message, Notice, Progress, Push, Released
 from diloco_protocol.ranges import MOST
 from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage, alone
-from kit.restarts import a_saved_run, next_life
+from kit.restarts import a_saved_run, next_incarnation
 
 BOTH = pytest.mark.parametrize(
     "deterministic", [False, True], ids=["streaming", "whole submissions"]
@@ -271,7 +271,7 @@ def test_a_restarted_broker_counts_on() -> None:
     crashed.puppets["a"].pushes(11, tokens=60)
     counted_s = crashed.state.totals.open_s
     assert counted_s > 950
-    later, (a,) = next_life(crashed, "a")
+    later, (a,) = next_incarnation(crashed, "a")
     assert (later.state.totals.tokens, later.state.totals.open_s) == (60, counted_s)
     a.pushes(21, tokens=40)
     assert a.notices[-1] == "over"

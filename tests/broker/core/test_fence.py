@@ -41,7 +41,7 @@ class Hub:
 
     def says(self, **said: Any) -> None:
         """The standby speaks."""
-        usual: dict[str, Any] = {"standby": "sb", "life": 5}
+        usual: dict[str, Any] = {"standby": "sb", "incarnation": 5}
         self.stage.happens(Received(self.route, Promise(**(usual | said))))
 
     def promises(self) -> None:
@@ -154,7 +154,7 @@ def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
     a = hub.stage.worker("a").joins(voter=1)
     hub.stage.passes(0.1)
     if not from_file:
-        a.donates()
+        a.seeds()
     hub.stage.passes(L + 0.1)  # while the parameters come in the lease lapses
     hub.stage.work()
     hub.stage.passes(0.1)
@@ -169,7 +169,7 @@ def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
 def test_a_hub_that_was_replaced_while_it_got_parameters_begins_no_run(hub: Hub) -> None:
     a = hub.stage.worker("a").joins(voter=1)
     hub.stage.by_hand = True
-    a.donates()
+    a.seeds()
     hub.says(wants="charge")
     hub.stage.work()
     hub.stage.passes(0.1)
@@ -373,8 +373,8 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
 def test_a_former_standby_that_has_taken_over_is_obeyed() -> None:
     hub = promised()
     hub.stage.asks("promote", force=True)
-    hub.says(standby="other", life=9)
-    hub.says(standby="other", life=9, nonce=hub.leases[-1].nonce)
+    hub.says(standby="other", incarnation=9)
+    hub.says(standby="other", incarnation=9, nonce=hub.leases[-1].nonce)
     assert hub.lease.holds
     hub.says(wants="over", term=0)  # no higher than the hub's own
     assert hub.lease.holds
@@ -387,7 +387,7 @@ def test_a_new_standby_is_saved_at_once() -> None:
     joined(hub, a=1)
     hub.stage.is_saved()
     hub.stage.asks("promote", force=True)
-    hub.says(standby="other", life=9)
+    hub.says(standby="other", incarnation=9)
     assert hub.stage.checkpoints[-1].record.standby == "other"
 
 
@@ -478,7 +478,7 @@ def test_a_restarted_hub_leaves_its_standby_the_voters_until_workers_are_back() 
     assert hub.leases[-1].voters == ()  # it has them
 
 
-def test_strangers_have_no_vote() -> None:
+def test_unauthenticated_peers_have_no_vote() -> None:
     count = Count()
     count.agreed(1)
     count.vote(9)

@@ -193,10 +193,10 @@ def test_progress_of_an_upload_is_a_sign_of_life(options: dict[str, Any]) -> Non
     assert stage.shown()["totals"]["deaths"] == 0
 
 
-def test_donation_is_a_sign_of_life() -> None:
+def test_seeding_is_a_sign_of_life() -> None:
     stage = a_stage(1, 5, heartbeat_timeout=10.0)
     a = stage.worker("a").joins()
-    a.donates(indexes=[])
+    a.seeds(indexes=[])
     for index in range(5):
         stage.passes(9.0)
         a.delivers([index])

@@ -1,4 +1,4 @@
-"""Joining, donating and coming back, in the core alone."""
+"""Joining, seeding and coming back, in the core alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_next_worker_is_asked_when_the_seed_worker_dies_half_way() -> None:
     stage = a_stage()
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     b.pulls()
-    a.donates(indexes=[0, 1])
+    a.seeds(indexes=[0, 1])
     a.dies()
     assert b.asked_for == [0]
     stage.provide()
@@ -34,7 +34,7 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
     before = stage.version()
     b = stage.worker("b").joins()
     assert not b.all(messages.Notice)
-    b.donates(indexes=[])
+    b.seeds(indexes=[])
     assert b.error().code == "not_allowed"
     assert stage.version() == before
     assert not a.all(messages.Error)
@@ -51,12 +51,12 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
         {"wire_dtype": "bf16"},
     ],
 )
-def test_unsound_donation_is_refused_and_another_worker_asked(
+def test_unsound_seeding_is_refused_and_another_worker_asked(
     fields: dict[str, Any],
 ) -> None:
     stage = a_stage(workers=1)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    push = messages.Push(a.token(), 7, 0, 3, "fp32", purpose=messages.Purpose.DONATION)
+    push = messages.Push(a.token(), 7, 0, 3, "fp32", purpose=messages.Purpose.SEEDING)
     a.sends(replace(push, **fields))
     assert a.error().push_id == 7
     assert b.asked_for == [0]
@@ -72,7 +72,7 @@ def test_nobody_sees_parameters_of_a_seed_worker_that_dies_between_two_fragments
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     for fragment in (0, 1):
         b.sends(messages.Pull(fragment, -1, b.token()))
-    a.donates(1)
+    a.seeds(1)
     assert not b.chunks
     a.leaves()
     stage.provide()
@@ -83,7 +83,7 @@ def test_nobody_sees_parameters_of_a_seed_worker_that_dies_between_two_fragments
 def test_chunks_of_a_seed_worker_that_left_are_never_placed() -> None:
     stage = a_stage(workers=1, chunks=6, by_hand=True)
     a = stage.worker("a").joins()
-    a.donates(indexes=[0, 1, 2])
+    a.seeds(indexes=[0, 1, 2])
     a.leaves()
     smaller = a_manifest(1)
     stage.manifest = smaller
@@ -99,10 +99,10 @@ def test_seed_worker_that_returns_with_the_same_push_begins_anew() -> None:
     stage = a_stage(workers=1, by_hand=True)
     a = stage.worker("a").joins()
     for _ in range(2):
-        a.donates(indexes=[0, 1])
+        a.seeds(indexes=[0, 1])
         a.leaves()
         a.joins(session=None)
-    a.donates()
+    a.seeds()
     stage.work()
     assert stage.version().counter == 0
 

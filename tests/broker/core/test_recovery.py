@@ -18,13 +18,13 @@ from kit.restarts import (
     assert_masters_are_what_is_handed_out,
     first,
     holding,
-    next_life,
+    next_incarnation,
 )
 
 
 def test_run_goes_on_at_once_when_all_known_workers_are_back() -> None:
     crashed = a_saved_run("a", "b", rounds=2)
-    stage, (a, b) = next_life(crashed, "a", "b")
+    stage, (a, b) = next_incarnation(crashed, "a", "b")
     assert stage.round.number == 2
     assert stage.shown()["waiting_for"] is None
     assert stage.version() == crashed.version()
@@ -56,7 +56,7 @@ def test_known_worker_that_is_away_is_named_and_waited_for_no_longer_than_recove
 
 def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
     crashed = a_saved_run("a", "b", rounds=2)
-    stage, (a,) = next_life(crashed, "a")
+    stage, (a,) = next_incarnation(crashed, "a")
     stage.passes(9.0)
     a.pulls()
     welcome = a.got(Welcome)
@@ -65,7 +65,7 @@ def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
     b = stage.worker("b").comes_with(newer)
     assert (a.asked_for, b.asked_for) == ([], [0])
     assert a.last(Released) is None and not a.chunks, "no worker is told a version before"
-    b.donates()
+    b.seeds()
     assert stage.version() == first(newer).version
     assert stage.round.number == 3
     assert_masters_are_what_is_handed_out(stage)
@@ -74,7 +74,7 @@ def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
 
 def test_worker_that_comes_when_the_run_has_gone_on_does_not_change_it() -> None:
     crashed = a_saved_run("a", "b", rounds=2)
-    stage, (a,) = next_life(crashed, "a")
+    stage, (a,) = next_incarnation(crashed, "a")
     stage.passes(9.9)
     a.beats()
     stage.passes(0.2)
@@ -105,10 +105,10 @@ def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
         for name, each in zip("abc", (of_a, of_b, held), strict=True)
     )
     assert (a.asked_for, b.asked_for) == ([0], [])
-    a.donates(0)
+    a.seeds(0)
     assert (a.asked_for, b.asked_for, c.asked_for) == ([0], [1], [])
     assert stage.state.round is None
-    b.donates(1)
+    b.seeds(1)
     assert stage.counters == [3, 4]
     assert stage.round.number == 7
     assert_masters_are_what_is_handed_out(stage)
@@ -121,9 +121,9 @@ def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
 @pytest.mark.parametrize("how", ["dies", "leaves", "sends nothing more", "sends NaN", "is kicked"])
 def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> None:
     crashed = a_saved_run("a", "b", rounds=2)
-    stage, _ = next_life(crashed, "b")
+    stage, _ = next_incarnation(crashed, "b")
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=1))
-    a.donates(0, [0])
+    a.seeds(0, [0])
     match how:
         case "dies":
             a.dies()
@@ -132,7 +132,7 @@ def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: st
         case "sends nothing more":
             stage.passes_with(32, "a", "b")
         case "sends NaN":
-            a.donates(0, [1], is_finite=False)
+            a.seeds(0, [1], is_finite=False)
         case "is kicked":
             stage.kicks("a")
     stage.passes(10.0)
@@ -158,11 +158,11 @@ def test_version_other_than_a_seed_worker_said_it_holds_is_refused(
 ) -> None:
     crashed = a_saved_run("a", "b", rounds=3)
     ours = crashed.version()
-    stage, (b,) = next_life(crashed, "b")
+    stage, (b,) = next_incarnation(crashed, "b")
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=2))
     assert a.asked_for == [0]
     base = VersionId(ours.run if run == RUN else run, counter, 1) if run else None
-    a.donates(0, base=ours if counter == 3 else base)
+    a.seeds(0, base=ours if counter == 3 else base)
     assert stage.version() == ours
     assert stage.round.number == 3
     assert not b.asked_for
@@ -170,16 +170,16 @@ def test_version_other_than_a_seed_worker_said_it_holds_is_refused(
 
 def test_seed_worker_on_a_new_connection_goes_on_where_it_stopped() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
-    stage, _ = next_life(crashed, "b")
+    stage, _ = next_incarnation(crashed, "b")
     held = ahead(crashed.holdings(), f0=1)
     a = stage.worker("a").comes_with(held)
-    a.donates(0, [0])
+    a.seeds(0, [0])
     a.loses_connection()
     a.comes_with(held)
-    a.donates(0, [])
+    a.seeds(0, [])
     grant = a.got(Grant)
     assert (grant.standing, grant.held) == (Standing.RESUME, b"\x01")
-    a.donates(0, [1])
+    a.seeds(0, [1])
     assert stage.version() == first(held).version
     assert Revert(0) not in stage.tensors.reverted
 
@@ -188,7 +188,7 @@ def test_worker_that_starts_fresh_never_gives_the_parameters_of_a_run_that_exist
     crashed = a_saved_run("a", "b", rounds=1)
     stage = crashed.restarted()
     fresh = stage.worker("new").joins()
-    fresh.donates(0, [])
+    fresh.seeds(0, [])
     assert fresh.error().code == "not_allowed"
     stage.passes(9.0)
     fresh.beats()
@@ -203,10 +203,10 @@ def test_fresh_worker_that_is_asked_first_gives_way_to_one_that_holds_a_run() ->
     stage = a_stage(workers=2, chunks=2)
     fresh = stage.worker("new").joins()
     assert fresh.asked_for == [0]
-    fresh.donates(0, [0])
+    fresh.seeds(0, [0])
     a = stage.worker("a").comes_with(holding(12))
     assert a.asked_for == [0]
-    a.donates()
+    a.seeds()
     assert stage.version() == VersionId(RUN, 12, 5_012)
     assert_masters_are_what_is_handed_out(stage)
 
@@ -260,8 +260,8 @@ def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> No
     stage = of_two_fragments()
     a = stage.worker("a").comes_with(holding(3, 2))
     b = stage.worker("b").comes_with(holding(2, 3))
-    a.donates(0)
-    b.donates(1)
+    a.seeds(0)
+    b.seeds(1)
     assert (a.asked_for, b.asked_for) == ([0], [1])
     assert stage.counters == [3, 3]
     assert [each["gradients"] for each in stage.shown()["fragments"]] == [3, 3], "schedules go on"
@@ -274,7 +274,7 @@ def test_worker_of_an_older_run_does_not_hold_up_the_run_that_is_adopted() -> No
     stage = a_stage(workers=3, chunks=2, min_workers=2)
     x = stage.worker("x").comes_with(holding(3, run="b" * 16))
     a, b = (stage.worker(name).comes_with(holding(12)) for name in "ab")
-    a.donates()
+    a.seeds()
     assert x.last(Rejoin) is not None
     x.comes_with(holding(3, run="b" * 16))
     assert x.error().code == "run_differs"
@@ -318,9 +318,9 @@ def test_branch_that_the_broker_has_left_behind_is_named_in_this_life_and_the_ne
     again.passes(0.2)
     again.worker("c").comes_with(crashed.holdings())
     assert not again.said("branch"), "c is merely behind"
-    for life in (stage, again):
-        life.worker("b").comes_with(theirs)
-        assert len(life.said("b holds", "version 2#")) == 1
+    for incarnation in (stage, again):
+        incarnation.worker("b").comes_with(theirs)
+        assert len(incarnation.said("b holds", "version 2#")) == 1
 
 
 def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
@@ -332,7 +332,7 @@ def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(of_a)
     stage.worker("b").comes_with(of_b)
-    a.donates()
+    a.seeds()
     assert stage.version() == held.version
     named = stage.said("another branch")
     assert len(named) == 1

@@ -8,7 +8,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import state
 from diloco_broker.core.effects import Send
 from diloco_broker.core.events import ConnectionEnded, Malformed, Now, Received
-from diloco_broker.core.operations.refusals import NOISE_OF_A_STRANGER
+from diloco_broker.core.operations.refusals import UNAUTHENTICATED_NOISE
 from diloco_broker.core.state import CAUSES_KEPT, SAID_AGAIN_AFTER_S
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import pack, unpack
@@ -36,16 +36,16 @@ def test_same_cause_is_said_once_a_minute_with_how_often_it_came(stage: Stage) -
     assert stage.shown()["totals"]["malformed"] == 1002
 
 
-def test_stranger_who_sends_noise_is_cut_off(stage: Stage) -> None:
+def test_unauthenticated_peer_who_sends_noise_is_cut_off(stage: Stage) -> None:
     noisy, other = stage.route(), stage.route()
-    for _ in range(NOISE_OF_A_STRANGER - 1):
+    for _ in range(UNAUTHENTICATED_NOISE - 1):
         stage.happens(Malformed(noisy, "bad_header", BAD))
     stage.happens(Malformed(other, "bad_header", BAD))
     assert not stage.gone
     stage.happens(Malformed(noisy, "bad_header", BAD))
     assert stage.gone == {noisy}
     worker = stage.worker("a").joins()
-    for _ in range(2 * NOISE_OF_A_STRANGER):
+    for _ in range(2 * UNAUTHENTICATED_NOISE):
         stage.happens(Malformed(worker.control, "bad_header", BAD))
     assert stage.gone == {noisy}, "a member keeps its connection"
 
@@ -81,7 +81,9 @@ def test_probe_is_answered_with_as_many_bytes_as_are_asked_for(stage: Stage, siz
     assert sent.payload is None if not size else len(sent.payload) == size
 
 
-def test_answer_is_not_longer_than_a_stranger_may_be_in_the_middle_of(stage: Stage) -> None:
+def test_answer_is_not_longer_than_an_unauthenticated_peer_may_be_in_the_middle_of(
+    stage: Stage,
+) -> None:
     sent = answer(stage, Probe(7, LONGEST_PROBE + 1))
     assert isinstance(sent.message, Error) and sent.message.code == "bad_header"
     with pytest.raises(ProtocolError, match="49152"):

@@ -1,4 +1,4 @@
-"""How a version in few bits goes to a reader, by what the reader holds."""
+"""How a quantized version goes to a reader, by what the reader holds."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk(
     a.delivers([0, 2])
     a.dies()
     a = stage.worker("a").joins()
-    grant = a.offers(2)  # the next life makes the same steps again
+    grant = a.offers(2)  # the next incarnation makes the same steps again
     assert (grant.standing, grant.held) == (messages.Standing.RESUME, bytes([0b101]))
     a.delivers([1])
     b.pushes(3)

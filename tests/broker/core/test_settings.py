@@ -13,14 +13,14 @@ from diloco_broker.core.state import MOST_NAMES
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.messages import Error, Heartbeat, Notice, Welcome
 from kit.core_harness import Puppet, Stage, a_run, a_stage, alone
-from kit.restarts import a_saved_run, next_life
+from kit.restarts import a_saved_run, next_incarnation
 
 
 def closing() -> tuple[Stage, Puppet]:
     """Round zero of one worker, of which nothing has been stepped yet."""
     stage = a_stage(workers=1, chunks=3, by_hand=True)
     worker = stage.worker("a").joins()
-    worker.donates()
+    worker.seeds()
     stage.work()
     worker.pulls()
     worker.pushes(1)
@@ -395,7 +395,7 @@ def test_names_of_those_who_come_and_go_are_bounded() -> None:
 
 def test_an_order_reaches_workers_that_are_on_their_way_back_to_a_restarted_broker() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
-    stage, (a,) = next_life(crashed, "a")
+    stage, (a,) = next_incarnation(crashed, "a")
     asked = stage.asks("save_all")
     assert list(asked.data["waiting"]) == ["a", "b"]
     saves(stage, a)
@@ -408,7 +408,7 @@ def test_an_order_reaches_workers_that_are_on_their_way_back_to_a_restarted_brok
 
 def test_a_worker_that_did_not_come_back_is_named_and_not_waited_for_for_ever() -> None:
     crashed = a_saved_run("a", "b", rounds=1, heartbeat_timeout=0.0, stall_timeout=0.0)
-    stage, (a,) = next_life(crashed, "a")
+    stage, (a,) = next_incarnation(crashed, "a")
     asked = stage.asks("save_all")
     saves(stage, a)
     stage.passes(SAVE_WITHIN_S + 1.0)
@@ -418,12 +418,12 @@ def test_a_worker_that_did_not_come_back_is_named_and_not_waited_for_for_ever() 
 def test_an_order_of_an_earlier_incarnation_is_neither_repeated_nor_reported_done() -> None:
     crashed = a_saved_run("a", rounds=1)
     number = crashed.asks("save_all").data["order"]
-    stage, (a,) = next_life(crashed, "a")
+    stage, (a,) = next_incarnation(crashed, "a")
     answer = stage.asks("save_all", order=number)
     assert not answer.ok
     assert "save_all" not in a.notices
     asked = stage.asks("save_all")
-    a.sends(Heartbeat(a.token(), 1, saved=number))  # it has carried out the one of that life
+    a.sends(Heartbeat(a.token(), 1, saved=number))  # it has carried out the one of that incarnation
     assert list(stage.asks("save_all", order=asked.data["order"]).data["waiting"]) == ["a"]
     a.sends(Heartbeat(a.token(), 1, saved=asked.data["order"]))
     assert list(stage.asks("save_all", order=asked.data["order"]).data["saved"]) == ["a"]

@@ -82,14 +82,14 @@ def test_quorum_is_capped_by_those_alive_and_never_below_the_floor() -> None:
     assert stage.round.number == 2, "one worker is below the floor of two"
 
 
-def test_late_push_is_carried_into_the_next_round_with_its_weight() -> None:
+def test_late_push_is_deferred_to_the_next_round_with_its_weight() -> None:
     stage, c = three()
     stage.pushes(a=1, b=2)
     c.begins(3, weight=7.0)
     c.delivers([0])
     stage.passes(6.0)
     assert stage.round.number == 2
-    assert [n.round for n in c.all(Notice) if n.what == "carried"] == [2]
+    assert [n.round for n in c.all(Notice) if n.what == "deferred"] == [2]
     c.completes(1, 2)
     for name in "ab":
         stage.puppets[name].pulls()
@@ -234,7 +234,7 @@ def test_second_whole_submission_of_a_worker_is_for_the_next_round() -> None:
     assert c.offers(3).standing is Standing.COUNTED
 
 
-def test_inspection_of_an_earlier_life_of_a_push_is_not_taken_for_this_one() -> None:
+def test_inspection_of_an_earlier_incarnation_of_a_push_is_not_taken_for_this_one() -> None:
     stage, c = three()
     stage.by_hand = True
     c.begins(3)

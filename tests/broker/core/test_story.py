@@ -96,7 +96,7 @@ def test_story_keeps_no_payload_alive() -> None:
     assert seen() is None
 
 
-def test_story_keeps_nothing_that_a_stranger_sends() -> None:
+def test_story_keeps_nothing_that_an_unauthenticated_peer_sends() -> None:
     """An unknown session may be megabytes long, and each may differ."""
     stage, _, _ = a_run()
     tracemalloc.start()

@@ -66,7 +66,7 @@ class Story:
         first = UnitWorker(self.stage, "w0", SIZE, EPOCHS, pulls=False)
         self.living = [first, UnitWorker(self.stage, "w1", SIZE, EPOCHS)]
         first.pulls()
-        self.lives = list(self.living)  # all that there ever were
+        self.incarnations = list(self.living)  # all that there ever were
         self._saved: list[Checkpoint] = []
         self._push_ids = 0
 
@@ -87,7 +87,7 @@ class Story:
     def _joins(self, worker_id: str) -> None:
         if worker_id not in {each.worker_id for each in self.living}:
             self.living.append(UnitWorker(self.stage, worker_id, SIZE, EPOCHS))
-            self.lives.append(self.living[-1])
+            self.incarnations.append(self.living[-1])
 
     def _restarts(self, back: int) -> None:
         """The broker is killed; it goes on from one of its last checkpoints, its workers come back."""
@@ -99,14 +99,14 @@ class Story:
             self._gives_what_is_newer()
 
     def _gives_what_is_newer(self) -> None:
-        """Workers donate what they are asked for, until the broker goes on; then all ask again."""
+        """Workers seed what they are asked for, until the broker goes on; then all ask again."""
         given: set[tuple[str, int]] = set()
         for _ in range(100):
             for worker in self.living:
                 for fragment in worker.puppet.asked_for:
                     if (worker.worker_id, fragment) not in given:
                         given.add((worker.worker_id, fragment))
-                        worker.puppet.donates(fragment)
+                        worker.puppet.seeds(fragment)
             if self.stage.state.is_running:
                 break
             self.stage.passes(1.0)
@@ -186,4 +186,6 @@ def test_each_unit_is_in_the_parameters_once_an_epoch(
     for action, which, count in script:
         story.happens(action, which, count)
     story.ends()
-    assert times_contained(story.stage, story.lives) == dict.fromkeys(range(SIZE * EPOCHS), 1)
+    assert times_contained(story.stage, story.incarnations) == dict.fromkeys(
+        range(SIZE * EPOCHS), 1
+    )

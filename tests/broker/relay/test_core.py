@@ -125,10 +125,10 @@ class Site:
     # A relay behind this one.
 
     def deep(self, name: str = "deep") -> None:
-        life = int.from_bytes(name.encode(), "big")
-        self.says(route(name), messages.Attach(name, life))
+        incarnation = int.from_bytes(name.encode(), "big")
+        self.says(route(name), messages.Attach(name, incarnation))
         ((_, terms),) = self.downs(messages.Attached)
-        self.says(route(name + "+"), messages.Attach(name, life, terms.token))
+        self.says(route(name + "+"), messages.Attach(name, incarnation, terms.token))
 
     def holds_deep(self, number: int, *, at: str = "deep", who: str = "x") -> int:
         """The relay behind tells of a chunk with this number; what number the hub is told."""
@@ -298,7 +298,7 @@ def test_chunk_that_is_not_finite_is_told_and_not_held(site: Site) -> None:
 @pytest.mark.parametrize(
     ("offer", "index", "value", "wire_dtype"),
     [
-        pytest.param({"purpose": Purpose.DONATION}, 0, 1, None, id="of a seed worker"),
+        pytest.param({"purpose": Purpose.SEEDING}, 0, 1, None, id="of a seed worker"),
         pytest.param(None, 0, 1, None, id="of no push"),
         pytest.param({}, 2, 1, None, id="beyond the model"),
         pytest.param({}, 0, int(10 * core.LARGEST), None, id="too large to be added to others"),

@@ -1,4 +1,4 @@
-"""Means that a relay makes, beside plain torch: what few bits leave out of one is in the next."""
+"""Means that a relay makes, beside plain torch: what quantization omits of one is in the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk
 
 SIZE = 700
 WEIGHTS = (1.0, 3.0, 0.5)
-FEW_BITS = ("int8", "int4", "int4z", "sparse")
+QUANTIZED = ("int8", "int4", "int4z", "sparse")
 
 
 def a_span(segment: Segment = Segment.PARAMETERS, index: int = 0) -> ChunkSpan:
@@ -52,7 +52,7 @@ def terms_of(span: ChunkSpan, given: list[Tensor], dtype: str) -> tuple[list[Ter
     return [Term(c, dtype, w) for c, w in zip(codes, WEIGHTS, strict=False)], mean
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", *FEW_BITS])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", *QUANTIZED])
 def test_mean_is_that_of_what_the_workers_sent(dtype: str) -> None:
     span = a_span()
     terms, mean = terms_of(span, [values(seed) for seed in range(3)], dtype)
@@ -99,7 +99,7 @@ def test_integers_are_the_largest() -> None:
     assert torch.equal(decode_chunk(span, terms[0].payload, "fp32"), given[0])
 
 
-@pytest.mark.parametrize("dtype", FEW_BITS)
+@pytest.mark.parametrize("dtype", QUANTIZED)
 def test_what_one_mean_leaves_out_is_in_those_after_it(dtype: str) -> None:
     """After any number of rounds what was sent and the sum of means differ by one residual."""
     span, sums = a_span(), TensorSums()
@@ -158,7 +158,7 @@ def test_mean_beyond_the_range_gives_the_residual_up_and_stays_finite() -> None:
         assert bool(read(span, sums.mean(0, span, terms, "int4"), "int4").isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", *FEW_BITS])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", *QUANTIZED])
 def test_squares_are_those_of_what_was_sent(dtype: str) -> None:
     span = a_span()
     code = coded(span, values(3), dtype)

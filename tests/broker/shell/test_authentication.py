@@ -124,7 +124,7 @@ def test_trouble_of_the_system_takes_no_key_back_and_is_said_once(
     assert changes.revoked == {anna}
 
 
-def test_rest_of_the_loop_ends_when_bytes_of_a_stranger_come(loop: Loop) -> None:
+def test_rest_of_the_loop_ends_when_bytes_of_an_unauthenticated_peer_come(loop: Loop) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop.sockets._poll(ours.fileno(), zmq.POLLIN)

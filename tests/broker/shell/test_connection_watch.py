@@ -11,7 +11,7 @@ from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
 from diloco_broker.core.versions.readers import MAX_OBSERVER_CREDIT
 from diloco_broker.shell import connection_watch as limits
 from diloco_broker.shell.chunks_on_the_way import (
-    STRANGERS_MAY_KEEP,
+    UNAUTHENTICATED_MAY_KEEP,
     ChunksOnTheWay,
     Piece,
     end_keepers_of_old,
@@ -80,7 +80,7 @@ def looks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("watch", "members", "may_owe"),
     [
-        pytest.param(ConnectionWatch, (), limits.STRANGERS_MAY_OWE, id="peer"),
+        pytest.param(ConnectionWatch, (), limits.UNAUTHENTICATED_MAY_OWE, id="peer"),
         pytest.param(
             ConnectionWatch, (A,), limits.MEMBERS_MAY_OWE, id="member, which sends chunks"
         ),
@@ -101,21 +101,21 @@ def test_message_that_does_not_end_is_cut_off(
     on.wire.taken += 1
     (why,) = on.looks(*members)
     assert on.wire.is_shut
-    assert "65 KiB" in why or may_owe != limits.STRANGERS_MAY_OWE
+    assert "65 KiB" in why or may_owe != limits.UNAUTHENTICATED_MAY_OWE
 
 
 def test_connection_that_sends_whole_messages_may_send_any_number(on: Watching) -> None:
     for _ in range(2_000):
-        on.wire.taken += 10 * limits.STRANGERS_MAY_OWE
-        on.named().heard += 10 * limits.STRANGERS_MAY_OWE
+        on.wire.taken += 10 * limits.UNAUTHENTICATED_MAY_OWE
+        on.named().heard += 10 * limits.UNAUTHENTICATED_MAY_OWE
         assert on.looks() == []
 
 
 def test_message_that_does_not_end_counts_from_where_it_can_have_begun(on: Watching) -> None:
-    on.wire.taken = on.named().heard = limits.STRANGERS_MAY_OWE
+    on.wire.taken = on.named().heard = limits.UNAUTHENTICATED_MAY_OWE
     assert on.looks() == []
     for _ in range(2):  # behind a message that was whole
-        on.wire.taken += limits.STRANGERS_MAY_OWE // 2
+        on.wire.taken += limits.UNAUTHENTICATED_MAY_OWE // 2
         assert on.looks() == []
     on.wire.taken += 1
     assert len(on.looks()) == 1
@@ -135,7 +135,7 @@ def test_reader_that_does_not_read_is_cut_off(on: Watching) -> None:
 def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
     on.named()
     on.looks()
-    on.named().sent += limits.STRANGERS_MAY_LEAVE
+    on.named().sent += limits.UNAUTHENTICATED_MAY_LEAVE
     on.wire.unsent = 4000
     for _ in range(1000):
         on.wire.delivered += 1
@@ -159,8 +159,8 @@ def test_chunks_on_their_way_to_a_slow_observer_are_no_answers(on: Watching) -> 
         on.wire.delivered += CHUNK // 10
         on.sends_chunk(CHUNK // 10)
         assert on.looks() == []
-    assert on.named().chunks.left > limits.STRANGERS_MAY_LEAVE > on.named().left
-    on.named().sent += limits.STRANGERS_MAY_LEAVE + 60
+    assert on.named().chunks.left > limits.UNAUTHENTICATED_MAY_LEAVE > on.named().left
+    on.named().sent += limits.UNAUTHENTICATED_MAY_LEAVE + 60
     on.wire.delivered += 10
     (why,) = on.looks()
     assert "8 MiB" in why
@@ -170,7 +170,7 @@ def test_chunks_past_all_credit_end_a_connection(on: Watching) -> None:
     on.named()
     on.looks()
     on.wire.unsent = 4000
-    for _ in range(limits.STRANGERS_MAY_LEAVE_OF_CHUNKS // CHUNK):
+    for _ in range(limits.UNAUTHENTICATED_MAY_LEAVE_OF_CHUNKS // CHUNK):
         on.sends_chunk(CHUNK)
     assert on.looks() == []
     on.sends_chunk(CHUNK)
@@ -216,20 +216,20 @@ def test_members_may_leave_more_and_take_their_time(on: Watching) -> None:
 
 def test_whole_messages_that_wait_are_no_message_that_has_not_ended(on: Watching) -> None:
     """A turn takes one of each connection: of one that sends many at once the others wait."""
-    size, number = limits.STRANGERS_MAY_OWE // 2, 20
+    size, number = limits.UNAUTHENTICATED_MAY_OWE // 2, 20
     on.named()
     on.wire.taken = number * size
     for _ in range(number):
         on.named().heard += size
         assert on.look(turns=6) == []
     assert on.look(turns=6) == on.look(turns=6) == []
-    on.wire.taken += limits.STRANGERS_MAY_OWE + 1  # what does not end is seen behind them
+    on.wire.taken += limits.UNAUTHENTICATED_MAY_OWE + 1  # what does not end is seen behind them
     assert len(on.look(turns=6) + on.look(turns=6)) == 1
 
 
 def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on: Watching) -> None:
     on.named()
-    on.wire.taken += limits.STRANGERS_MAY_OWE + 1
+    on.wire.taken += limits.UNAUTHENTICATED_MAY_OWE + 1
     found = [why for _ in range(10) for why in on.look(turns=1)]
     assert len(found) == 1
 
@@ -237,15 +237,15 @@ def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on:
 @pytest.mark.usefixtures("looks_cost_nothing")
 def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching) -> None:
     on.looks()
-    assert on.watch.next_look > on.now + 10 * limits.STRANGERS_EVERY_S
+    assert on.watch.next_look > on.now + 10 * limits.UNAUTHENTICATED_EVERY_S
     found: list[str] = []
     while not found:
         on.watch.stirred([7])
-        on.wire.taken += limits.STRANGERS_MAY_OWE // 2
+        on.wire.taken += limits.UNAUTHENTICATED_MAY_OWE // 2
         on.now = on.watch.next_look
         on.watch.turns += limits.EVERYBODY
         found = on.watch.look((), on.now)
-    assert on.now < 100.3 + 5 * limits.STRANGERS_EVERY_S
+    assert on.now < 100.3 + 5 * limits.UNAUTHENTICATED_EVERY_S
 
 
 def test_descriptors_are_polled_of_those_who_have_not_joined() -> None:
@@ -298,27 +298,29 @@ class Crowd:
         return [number for number, wire in enumerate(self.wires) if wire.is_shut]
 
 
-def test_strangers_may_owe_so_much_together_and_the_oldest_go_first() -> None:
-    each = limits.STRANGERS_MAY_OWE
-    crowd = Crowd([Wire(taken=each) for _ in range(limits.ALL_STRANGERS_MAY_OWE // each + 3)])
+def test_unauthenticated_peers_may_owe_so_much_together_and_the_oldest_go_first() -> None:
+    each = limits.UNAUTHENTICATED_MAY_OWE
+    crowd = Crowd([Wire(taken=each) for _ in range(limits.ALL_UNAUTHENTICATED_MAY_OWE // each + 3)])
     assert crowd.looks() == [0, 1, 2]
 
 
-def test_strangers_may_leave_so_much_together() -> None:
-    each = limits.STRANGERS_MAY_LEAVE
-    crowd = Crowd([Wire(unsent=each) for _ in range(limits.ALL_STRANGERS_MAY_LEAVE // each + 2)])
+def test_unauthenticated_peers_may_leave_so_much_together() -> None:
+    each = limits.UNAUTHENTICATED_MAY_LEAVE
+    crowd = Crowd(
+        [Wire(unsent=each) for _ in range(limits.ALL_UNAUTHENTICATED_MAY_LEAVE // each + 2)]
+    )
     assert len(crowd.looks()) == 2
 
 
-def test_of_too_many_strangers_the_oldest_goes() -> None:
-    crowd = Crowd([Wire() for _ in range(limits.MOST_STRANGERS + 2)])
+def test_of_too_many_unauthenticated_peers_the_oldest_goes() -> None:
+    crowd = Crowd([Wire() for _ in range(limits.MOST_UNAUTHENTICATED + 2)])
     crowd.watch.name(A, 0, None)
     assert len(crowd.watch.look({A}, 1.0)) == 1
     assert crowd.shut == [1]
 
 
-def test_of_too_many_strangers_those_go_first_that_were_not_let_in() -> None:
-    crowd = Crowd([Wire() for _ in range(limits.MOST_STRANGERS + 2)])
+def test_of_too_many_unauthenticated_peers_those_go_first_that_were_not_let_in() -> None:
+    crowd = Crowd([Wire() for _ in range(limits.MOST_UNAUTHENTICATED + 2)])
     # Greeting, CURVE's welcome, its end: whose key is let in.
     crowd.wires[0].delivered = 64 + 170 + 100
     crowd.wires[1].delivered = 64 + 170  # who knows the broker's public key, and has none itself
@@ -349,7 +351,7 @@ def test_message_left_by_a_connection_that_is_gone_belongs_to_no_other(
 
 def test_name_given_by_what_came_late_of_another_is_corrected(on: Watching) -> None:
     late = on.watch.name(b"gone", 7, None)  # had the same number, and its message waited
-    late.heard += limits.STRANGERS_MAY_OWE
+    late.heard += limits.UNAUTHENTICATED_MAY_OWE
     on.wire.taken = 1000
     assert on.watch.name(A, 7, None).transport is None, "it may be this one that waited"
     on.watch.turns += limits.EVERYBODY
@@ -358,7 +360,7 @@ def test_name_given_by_what_came_late_of_another_is_corrected(on: Watching) -> N
     assert mine.transport is on.wire
     assert on.watch.by_route.get(b"gone") is None
     assert on.watch.name(b"other", 7, None).transport is None, "now it is sure"
-    on.wire.taken += limits.STRANGERS_MAY_OWE + 1
+    on.wire.taken += limits.UNAUTHENTICATED_MAY_OWE + 1
     assert len(on.looks()) == 1
 
 
@@ -412,7 +414,7 @@ def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:
 
 
 def test_flood_of_connections_gets_no_more_looks_than_their_share() -> None:
-    watch = ConnectionWatch(most_strangers=1)
+    watch = ConnectionWatch(most_unauthenticated=1)
     for number in range(3):
         watch.opened(number, Wire())
     assert len(watch.look((), 1.0)) == 2
@@ -435,7 +437,7 @@ def test_readers_that_keep_old_versions_in_memory_are_ended_but_for_the_last() -
         watch.look((), now)
     kept = [number for number, wire in enumerate(wires) if not wire.is_shut]
     in_broker = OLD_VERSIONS_KEPT + 1
-    assert kept == list(range(30 - in_broker - STRANGERS_MAY_KEEP // (4 << 20), 30))
+    assert kept == list(range(30 - in_broker - UNAUTHENTICATED_MAY_KEEP // (4 << 20), 30))
 
 
 # Readers that keep old versions in the broker's memory: who is ended, and who may take their time.
@@ -464,7 +466,7 @@ def a_reader(*counters: int, chunks: int = MAX_OBSERVER_CREDIT, since: float = 1
     return reader
 
 
-MOST = STRANGERS_MAY_KEEP // CHUNK  # chunks
+MOST = UNAUTHENTICATED_MAY_KEEP // CHUNK  # chunks
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_bytes_of_a_round_are_those_of_the_parameters_in_wire_dtype(traffic: Tra
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sparse"])
-def test_bytes_of_a_round_in_few_bits_are_scales_and_codes(codec: str) -> None:
+def test_bytes_of_a_round_quantized_are_scales_and_codes(codec: str) -> None:
     """Up each block (of 256 elements, or 4096); down the same, but for chunks that are shorter whole."""
     elements, block = 64, {"int8": 258, "int4": 130, "sparse": 116}[codec]
     reply = "int4" if codec == "sparse" else codec

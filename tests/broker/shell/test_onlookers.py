@@ -70,7 +70,7 @@ def test_rounds_go_on_whatever_fails_for_onlookers_and_it_is_said_once(
 
     with RawWorker(watched.address, "w0") as worker:
         worker.join(one_tensor(ELEMENTS))
-        worker.donate(torch.ones(ELEMENTS))
+        worker.seed(torch.ones(ELEMENTS))
         worker.pull(ELEMENTS)
         monkeypatch.setattr(where, name, fails)
         for number in (1, 2, 3):

@@ -90,11 +90,11 @@ def test_claim_of_a_size_takes_no_memory_and_is_forgotten(processes: Processes) 
     before = memory()
     with RawWorker(address, "claimant") as claimant:
         claimant.join(one_tensor(CLAIMED))
-        while claimant.receive("notice")["what"] != "donate":
+        while claimant.receive("notice")["what"] != "seed":
             pass
         chunks = -(-CLAIMED // claimant.config["chunk_elements"])
         offer = {"push_id": 41, "fragment": 0, "chunks": chunks, "wire_dtype": "fp32"}
-        claimant.send("push", session=claimant.session, purpose="donation", **offer)
+        claimant.send("push", session=claimant.session, purpose="seeding", **offer)
         claimant.receive("grant")
         claimant.send_chunk(41, 0, bytes(4 * CHUNK_ELEMENTS))
         claimant.receive("ack")

@@ -26,7 +26,7 @@ from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Control
 from diloco_worker import DiLoCoClient
 from kit.raw_codecs import decode, encode
-from kit.raw_worker import DTYPES, FEW_BITS, RawWorker, one_tensor
+from kit.raw_worker import DTYPES, QUANTIZED, RawWorker, one_tensor
 
 ELEMENTS = 50  # seven chunks of 8, the last one shorter
 
@@ -49,7 +49,7 @@ def broker() -> Iterator[Broker]:
 def begins(worker: RawWorker) -> None:
     """Join as the first worker, with parameters of zero."""
     worker.join(one_tensor(ELEMENTS))
-    worker.donate(torch.zeros(ELEMENTS))
+    worker.seed(torch.zeros(ELEMENTS))
 
 
 def as_read(delta: Tensor, wire: str) -> Tensor:
@@ -95,7 +95,7 @@ def play(
         welcome = worker.join(one_tensor(len(theta)))
         donor_is_in.set()
         if worker_id == "w0" and welcome.get("run") is None:
-            worker.donate(theta)
+            worker.seed(theta)
         got = [worker.pull(len(theta))]
         for number, delta in enumerate(deltas):
             assert worker.version is not None
@@ -150,7 +150,7 @@ def test_rounds_equal_the_reference(
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"quorum": 3}, {"aggregate": "clip-median-norm"}]
 )
-@pytest.mark.parametrize("names", [list(DTYPES), list(FEW_BITS)], ids=["plain", "few bits"])
+@pytest.mark.parametrize("names", [list(DTYPES), list(QUANTIZED)], ids=["plain", "quantized"])
 def test_workers_may_each_have_their_own_wire_dtype(
     options: dict[str, Any], names: list[str]
 ) -> None:
@@ -163,7 +163,7 @@ def test_workers_may_each_have_their_own_wire_dtype(
         for worker in workers:
             worker.join(one_tensor(ELEMENTS), wants={"wire_dtype": worker.worker_id})
             if worker is workers[0]:
-                worker.donate(theta)
+                worker.seed(theta)
         starts = [worker.pull(ELEMENTS) for worker in workers]
         assert all(torch.equal(start, theta) for start in starts)
         for number, worker in enumerate(workers):
@@ -382,7 +382,7 @@ def test_broker_listens_where_it_was_told(host: str) -> None:
     config = BrokerConfig(bind=f"tcp://{host}:*", feed=f"tcp://{host}:0", chunk_elements=8)
     with Broker(config) as broker, RawWorker(broker.address, "w0") as worker:
         worker.join(one_tensor(ELEMENTS))
-        worker.donate(torch.ones(ELEMENTS))
+        worker.seed(torch.ones(ELEMENTS))
         assert worker.pull(ELEMENTS).sum() == ELEMENTS
 
 

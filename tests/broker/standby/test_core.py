@@ -26,7 +26,7 @@ class Desk:
         draws: Iterator[int] = iter(range(1, 100_000))
         self.standby = core.Standby("sb", "tcp://hub:1", draws.__next__, self.now)
         self.commands: list[core.Command] = []
-        self.life = self.greeting().life
+        self.incarnation = self.greeting().incarnation
 
     def does(self, commands: core.Commands) -> None:
         self.commands = list(commands)
@@ -46,7 +46,7 @@ class Desk:
 
     def hears_hub(self, **said: Any) -> None:
         usual: dict[str, Any] = {
-            "life": self.life,
+            "incarnation": self.incarnation,
             "term": 0,
             "nonce": 7,
             "seconds": L,
@@ -105,11 +105,11 @@ def alone(desk: Desk) -> Desk:
     return desk
 
 
-def test_a_nonce_comes_back_unless_it_was_for_an_earlier_life_or_is_of_an_earlier_hub(
+def test_a_nonce_comes_back_unless_it_was_for_an_earlier_incarnation_or_is_of_an_earlier_hub(
     desk: Desk,
 ) -> None:
-    assert desk.promises() == [messages.Promise("sb", desk.life, 7)]
-    desk.hears_hub(life=desk.life + 1)
+    assert desk.promises() == [messages.Promise("sb", desk.incarnation, 7)]
+    desk.hears_hub(incarnation=desk.incarnation + 1)
     assert not desk.promises()
     desk.hears_hub(term=3)
     assert desk.promises()
@@ -236,13 +236,13 @@ def test_a_standby_that_was_started_again_waits_for_what_it_may_have_promised() 
 def test_a_planned_takeover_waits_for_the_copy(desk: Desk) -> None:
     assert desk.asks("promote").data == {"is_over": False}
     desk.hears_hub(nonce=8)
-    assert desk.promises() == [messages.Promise("sb", desk.life, 8, "hold")]
+    assert desk.promises() == [messages.Promise("sb", desk.incarnation, 8, "hold")]
     desk.standby.saved = 11
     desk.hears_hub(nonce=9, settled=12)
     assert desk.promises()[0].wants == "hold"
     desk.standby.saved = 12
     desk.hears_hub(nonce=10, settled=12)
-    assert desk.promises() == [messages.Promise("sb", desk.life, None, "charge")]
+    assert desk.promises() == [messages.Promise("sb", desk.incarnation, None, "charge")]
     assert not desk.taken_over
     desk.hears_hub(is_over=True)
     assert desk.taken_over == [1]

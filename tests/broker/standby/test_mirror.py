@@ -149,7 +149,7 @@ def test_copies_are_sound_while_the_hub_saves(processes: Processes, tmp_path: Pa
         is_copied(mirror, checkpoint.found(folder)[0])
     for path in checkpoint.found(there):
         number = checkpoint.load_record(path).number
-        written = replace(a_checkpoint(number, seed=number), life=1)
+        written = replace(a_checkpoint(number, seed=number), incarnation=1)
         assert_equal(checkpoint.load(path), written)
 
 

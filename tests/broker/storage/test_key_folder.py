@@ -41,7 +41,7 @@ def keygen(*arguments: object) -> tuple[int, str]:
 
 
 def peers(folder: Path) -> set[Peer]:
-    return set(KeyFolder(folder).guests().by_key.values())
+    return set(KeyFolder(folder).allowed().by_key.values())
 
 
 @pytest.mark.usefixtures("open_umask")
@@ -81,17 +81,17 @@ def test_later_calls_add_keys_and_change_none(path: Path) -> None:
 
 def test_name_that_has_a_key_gets_none_and_is_told_how_it_could(path: Path) -> None:
     keygen(path, "GPU-0")
-    before = KeyFolder(path).guests()
+    before = KeyFolder(path).allowed()
     code, said = keygen(path, "new", "GPU-0")
     assert code == 2
-    assert KeyFolder(path).guests() == before, "a key was made before the refusal"
+    assert KeyFolder(path).allowed() == before, "a key was made before the refusal"
     told = re.search(r"key of the worker GPU-0 exists already.* rm (\S+) (\S+)$", said)
     assert told
     for file in told.groups():
         Path(file).unlink()
     assert keygen(path, "GPU-0")[0] == 0
     assert {key for key, peer in before.by_key.items() if peer == GPU}.isdisjoint(
-        KeyFolder(path).guests().by_key
+        KeyFolder(path).allowed().by_key
     )
 
 
@@ -164,9 +164,9 @@ def test_public_half_that_others_may_write_lets_nobody_in(path: Path) -> None:
     before = folder.fingerprint()
     (path / "allowed" / "worker" / "GPU-0.pub").chmod(0o620)
     assert folder.fingerprint() != before
-    guests = folder.guests()
-    assert not guests.by_key
-    assert "chmod go-w" in guests.complaints[0]
+    allowed = folder.allowed()
+    assert not allowed.by_key
+    assert "chmod go-w" in allowed.complaints[0]
 
 
 def test_new_key_is_not_written_where_others_may_write(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_what_is_no_public_key_lets_nobody_in_and_is_named(path: Path) -> None:
     (workers / "list.pub").write_text("[]")
     os.mkfifo(workers / "pipe.pub")
     (workers / "bad name.pub").write_bytes((operators / "anna.pub").read_bytes())
-    guests = folder.guests()
-    assert set(guests.by_key.values()) == {GPU, Peer(Role.OPERATOR, "anna")}
-    said = "\n".join(guests.complaints)
+    allowed = folder.allowed()
+    assert set(allowed.by_key.values()) == {GPU, Peer(Role.OPERATOR, "anna")}
+    said = "\n".join(allowed.complaints)
     for name in ("copied", "empty", "folder", "gone", "list", "pipe", "bad name"):
         assert f"{name}.pub: " in said
 
@@ -206,12 +206,12 @@ def test_every_way_to_change_a_key_is_seen(path: Path) -> None:
 
     file.rename(workers / "renamed.pub")
     assert is_seen()
-    assert Peer(Role.WORKER, "renamed") in folder.guests().by_key.values()
+    assert Peer(Role.WORKER, "renamed") in folder.allowed().by_key.values()
     (workers / "renamed.pub").rename(link)
     assert is_seen()
     file.symlink_to(link)
     assert is_seen()
-    assert GPU in folder.guests().by_key.values()
+    assert GPU in folder.allowed().by_key.values()
     copy = path / "copy.pub"
     copy.write_bytes((workers / "other.pub").read_bytes())
     os.utime(copy, ns=(0, link.stat().st_mtime_ns))  # a copy may keep the date
@@ -220,4 +220,4 @@ def test_every_way_to_change_a_key_is_seen(path: Path) -> None:
     file.unlink()
     assert is_seen()
     (path / "allowed" / "worker").rename(path / "away")
-    assert Role.WORKER not in {each.role for each in folder.guests().by_key.values()}
+    assert Role.WORKER not in {each.role for each in folder.allowed().by_key.values()}

@@ -41,7 +41,7 @@ def test_recorded_run_trains_on_as_in_the_release_that_wrote_it(name: str, tmp_p
     for key, value in expected.items():
         torch.testing.assert_close(reached[key], value, rtol=rtol, atol=atol)
     newest = load(found(folder)[0])
-    assert (newest.life, newest.number) == (2, TRAINED_ON)
+    assert (newest.incarnation, newest.number) == (2, TRAINED_ON)
 
 
 def rounds(folder: Path) -> list[int]:

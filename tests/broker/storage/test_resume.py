@@ -14,7 +14,7 @@ import torch
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load, save
 from diloco_broker.storage.resume import newest_checkpoint
-from diloco_broker.tensors.shadow import SHADOW
+from diloco_broker.tensors.replica import REPLICA
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient
 from diloco_worker.model.model_tensors import ModelTensors
@@ -77,7 +77,7 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     assert all(torch.equal(calm[key], broken[key]) for key in calm)
     newest = [load(found(tmp_path / each)[0]) for each in ("calm", "broken")]
     assert newest[0].number == newest[1].number == 8
-    assert newest[1].life == 3
+    assert newest[1].incarnation == 3
     assert newest[1].record.run != newest[0].record.run
     assert newest[0].record.totals["rounds"] == newest[1].record.totals["rounds"] == 8
 
@@ -114,7 +114,7 @@ def test_adopting_a_version_loses_what_replies_left_out_and_without_momentum_not
     assert all(torch.equal(calm[key], broken[key]) for key in calm) == (reply == "fp32")
     adopted = load(next(path for path in found(tmp_path / "copy") if path.name.endswith("03")))
     kept = adopted.tensors[0]
-    for master, replica in zip(kept.chunks, kept.outer.get(SHADOW, kept.chunks), strict=True):
+    for master, replica in zip(kept.chunks, kept.outer.get(REPLICA, kept.chunks), strict=True):
         assert replica is None or torch.equal(master, replica), "it goes on from what workers hold"
 
 

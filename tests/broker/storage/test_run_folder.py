@@ -178,7 +178,7 @@ def as_a_user(work: Callable[[], T]) -> T:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the checkpoints of two lives of a broker."""
+    """A folder with the checkpoints of two incarnations of a broker."""
     folder = tmp_path / "run"
     for _ in range(2):
         train(folder)
@@ -191,7 +191,7 @@ def saved(tmp_path: Path) -> Iterator[Path]:
 def test_newest_checkpoint_that_may_not_be_read_is_not_passed_over(saved: Path, what: str) -> None:
     newest, *_, older = checkpoint.found(
         saved
-    )  # of another life, so no file is a link to the newest's
+    )  # of another incarnation, so no file is a link to the newest's
     (newest / what).chmod(0)
     config = make_config(save_dir=str(saved))
     with pytest.raises(UsageError, match=rf"{newest.name}.*Permission denied.*--resume PATH"):

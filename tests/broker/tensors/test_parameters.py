@@ -110,7 +110,7 @@ def test_model_file_is_cut_like_the_manifest(chunk_elements: int) -> None:
     assert flat["integers"].tolist() == [3, 4]
 
 
-def test_donation_that_is_not_finite_is_not_stored() -> None:
+def test_seeding_that_is_not_finite_is_not_stored() -> None:
     tensors = some_tensors()
     assert tensors.place(0, 0, wire(torch.full((19,), float("nan")))) is None
 

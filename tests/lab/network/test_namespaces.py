@@ -183,7 +183,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next() -> None:
         assert holder.stdout.readline() == b"made\n"
         left = list(namespaces.NAMES.glob(f"{namespaces.PREFIX}-{holder.pid}-*"))
         remove_abandoned()
-        assert len(left) == 3 and all(path.exists() for path in left)  # its process lives
+        assert len(left) == 3 and all(path.exists() for path in left)  # its process incarnations
         holder.send_signal(signal.SIGKILL)
         holder.communicate(timeout=10)
         remove_abandoned()

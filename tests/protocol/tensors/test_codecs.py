@@ -1,4 +1,4 @@
-"""Codecs of few bits against the same in plain Python, at the edges of fp32, and with hostile bytes."""
+"""Quantized codecs against the same in plain Python, at the edges of fp32, and with hostile bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
-from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, in_few_bits, least_bytes, span_bytes
+from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, is_quantized, least_bytes, span_bytes
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import (
@@ -31,7 +31,7 @@ from kit.chunked_model import fold
 from kit.paths import ROOT
 from kit.raw_codecs import decode, encode
 
-FEW_BITS = ["int8", "int4", "int4z"]
+QUANTIZED = ["int8", "int4", "int4z"]
 TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
 
 
@@ -50,7 +50,7 @@ def read(payload: bytes, wire: str, elements: int) -> torch.Tensor:
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @given(st.lists(floats, min_size=1, max_size=600))
 def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[float]) -> None:
     given_ = torch.tensor(values, dtype=torch.float32)
@@ -64,7 +64,7 @@ def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[floa
     assert len(payload) <= span_bytes(span_of(len(values)), wire)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize("elements", [1, 128, 255, 256, 257, 70_000])
 def test_normal_values_travel_as_in_plain_python(wire: str, elements: int) -> None:
     values = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
@@ -84,7 +84,7 @@ def test_error_is_half_a_step_at_most(wire: str, largest: int) -> None:
     assert ((found - values).abs() <= step / 2).all()
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize("value", [0.0, TINY, -TINY, 2.0**-133, 1e-30, 1.0, 1e19, -1e30, HUGE])
 def test_edges_of_fp32_stay_finite(wire: str, value: float) -> None:
     values = torch.zeros(300)
@@ -96,7 +96,7 @@ def test_edges_of_fp32_stay_finite(wire: str, value: float) -> None:
         assert math.isclose(found[7], value, rel_tol=0.01)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize("part", [1.0, 0.99, 0.62, 0.4, 0.1])
 def test_largest_values_of_fp32_stay_finite(wire: str, part: float) -> None:
     values = torch.full((256,), HUGE * part)
@@ -106,10 +106,10 @@ def test_largest_values_of_fp32_stay_finite(wire: str, part: float) -> None:
 
 def test_normal_values_take_the_bits_that_the_page_says() -> None:
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
-    bits = {wire: 8 * len(sent(values, wire)) / values.numel() for wire in FEW_BITS}
+    bits = {wire: 8 * len(sent(values, wire)) / values.numel() for wire in QUANTIZED}
     assert (round(bits["int8"], 2), round(bits["int4"], 2)) == (8.06, 4.06)
     assert 2.0 < bits["int4z"] < 2.3
-    for wire in FEW_BITS:
+    for wire in QUANTIZED:
         assert 8 * SIZES[wire].element == pytest.approx(bits[wire], abs=0.1)
     random = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).mul_(15).floor_() - 7
     assert len(sent(random, "int4z")) <= span_bytes(span_of(1 << 18), "int4z"), "zstd adds some"
@@ -159,7 +159,7 @@ def dump_of(wire: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 def test_dumps_of_the_page_are_what_is_sent(wire: str) -> None:
     assert dump_of(wire) in (ROOT / "docs" / "codecs.md").read_text()
 
@@ -200,7 +200,7 @@ def test_what_was_read_or_sent_stays_when_more_is_encoded(wire: str) -> None:
 # How each codec writes and reads a chunk, and how the broker uses it.
 
 
-@pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not in_few_bits(name)])
+@pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not is_quantized(name)])
 @pytest.mark.parametrize("segment", Segment)
 def test_chunk_is_read_as_it_was_rounded(segment: Segment, wire: str) -> None:
     values = (torch.randn(1000) * 3).to(segment_dtype(segment, wire))
@@ -215,7 +215,7 @@ def test_every_codec_has_both_halves_of_its_row() -> None:
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_model_moves_by_what_a_delta_of_few_bits_reads_as(wire: str) -> None:
+def test_model_moves_by_what_a_delta_of_quantized_codecs_reads_as(wire: str) -> None:
     """Each chunk has blocks of its own: here one of 300 elements and one of 100."""
     entries = (TensorEntry("w", (400,), "float32", Kind.TRAINABLE),)
     layout = lay_out(Manifest(entries), chunk_elements=300)

@@ -32,8 +32,8 @@ pytestmark = needs_kernels
 
 Found = TypeVar("Found")
 BY_SCALES = ["int8", "int4", "int4z"]
-FEW_BITS = [*BY_SCALES, "sparse", "sparse:512"]
-WIRES = ["fp32", "bf16", "fp16", *FEW_BITS]
+QUANTIZED = [*BY_SCALES, "sparse", "sparse:512"]
+WIRES = ["fp32", "bf16", "fp16", *QUANTIZED]
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
 EDGES = [0.0, -0.0, TINY, -TINY, 2.0**-126, 1e-30, 65504.0, 65520.0, -1e19, HUGE, -HUGE]
@@ -78,7 +78,7 @@ def shifted(payload: bytes, by: int) -> memoryview:
     return memoryview(bytearray(by) + payload)[by:]
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors())
 def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
     ours, theirs = both(lambda: ENCODERS[wire](values.clone()))
@@ -87,7 +87,7 @@ def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
     assert same(read, wanted)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors(), other=vectors(anything))
 def test_encoders_of_a_sum_make_the_same_bytes(wire: str, values: Tensor, other: Tensor) -> None:
     count = min(values.numel(), other.numel())
@@ -98,7 +98,7 @@ def test_encoders_of_a_sum_make_the_same_bytes(wire: str, values: Tensor, other:
         assert bytes(ours.payload) == bytes(theirs.payload)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors(anything), held=vectors())
 def test_held_versions_follow_alike(wire: str, values: Tensor, held: Tensor) -> None:
     count = min(values.numel(), held.numel())
@@ -156,7 +156,7 @@ def test_sparse_chunks_are_refused_alike_or_read_alike(
     assert ours is None or theirs is None or same(ours, theirs)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors(), start=vectors(), by=st.integers(0, 3), sign=st.sampled_from([1.0, -1.0]))
 def test_adding_codes(wire: str, values: Tensor, start: Tensor, by: int, sign: float) -> None:
     count = min(values.numel(), start.numel())
@@ -207,7 +207,7 @@ def test_weighted_sums(chunks: list[tuple[str, Tensor, float]], divisor: float, 
     assert same(out, total.div_(divisor))
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors(), scale=st.sampled_from([None, b"\xff\x7f", b"\x80\xff", b"\x7f\x7f"]))
 def test_squares_are_those_of_fp64(wire: str, values: Tensor, scale: bytes | None) -> None:
     source, read = chunk_in(wire, values)

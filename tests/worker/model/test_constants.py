@@ -190,7 +190,7 @@ def test_frozen_seeding_push_may_have_infinities_but_not_nan(value: float, is_ta
         for fragment, values in enumerate((torch.ones(4), torch.full((4,), value))):
             worker.receive("notice")
             about: dict[str, Any] = {"push_id": 40 + fragment, "fragment": fragment}
-            push = {"chunks": 1, "wire_dtype": "fp32", "purpose": "donation", **about}
+            push = {"chunks": 1, "wire_dtype": "fp32", "purpose": "seeding", **about}
             worker.send("push", session=worker.session, **push)
             worker.receive("grant")
             payload = bytes(values.view(torch.uint8).numpy())

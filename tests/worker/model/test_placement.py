@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diloco_broker import Broker
 from diloco_protocol import Segment, UsageError
-from diloco_protocol.dtypes import WIRE_DTYPES, in_few_bits
+from diloco_protocol.dtypes import WIRE_DTYPES, is_quantized
 from diloco_worker import DiLoCoWorker
 from diloco_worker.model.feedback import Feedback
 from diloco_worker.model.model_tensors import ModelTensors
@@ -100,7 +100,7 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
                 tensor.add_(0.037 * (number + 1) if tensor.is_floating_point() else 2)
         delta = tensors.delta(base.to(base_on), wire)
         assert delta.bad is None
-        flat = feedback.joined(delta.wire) if in_few_bits(wire) else delta.wire
+        flat = feedback.joined(delta.wire) if is_quantized(wire) else delta.wire
         chunks = range(part.chunks)
         OtherDevice.to_host, before = 0, OtherDevice.to_host
         found.append(([bytes(flat.chunk(index)) for index in chunks], delta.norm))

@@ -23,7 +23,7 @@ from diloco_worker.session.effects import (
     BeginVersion,
     Deliver,
     OpenLanes,
-    PrepareDonation,
+    PrepareSeeding,
     Say,
     SendChunk,
     StoreChunk,
@@ -142,11 +142,11 @@ def test_push_that_is_offered_again_asks_each_lane_for_what_is_missing(ready: De
 
 def test_early_seeding_request_waits_until_the_owners_are_known() -> None:
     made = of_two().is_welcomed()
-    made.hears(Notice("donate", fragment=0))
+    made.hears(Notice("seed", fragment=0))
     assert not made.sent(Push)
     made.happens(ShareOut(OWNERS))
     (offer,) = made.sent(Push)
-    assert made.all(PrepareDonation)
+    assert made.all(PrepareSeeding)
     made.hears(Grant(offer.push_id, 0, Standing.NEW, None, 1))
     made.happens(Prepared(offer.push_id))
     assert [(e.index, e.lane) for e in made.all(SendChunk)] == [(0, 0), (1, 1)]

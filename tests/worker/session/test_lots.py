@@ -84,7 +84,7 @@ def test_adopted_version_with_the_push_in_flight_is_reported_to_the_broker() -> 
     later = a.stage.restarted(old)
     for worker in (a, b):
         worker.comes_to(later, pulls=False, holds_versions=True)
-    b.puppet.donates(0)
+    b.puppet.seeds(0)
     later.passes(2.0)
     assert list(a.in_flight) == [0]
     told = len(a.asked)

@@ -230,7 +230,7 @@ def test_training_is_notified_of_rounds_as_the_broker_names_them() -> None:
     said = [
         Grant(70, 0, Standing.WAIT, round=3),
         Grant(70, 0, Standing.NEW, credit=1, round=3),
-        Notice("carried", "Too late.", fragment=0, round=6),
+        Notice("deferred", "Too late.", fragment=0, round=6),
     ]
     long_over = Grant(99, 0, Standing.NEW, credit=1, round=8)
     made.hears(*said, long_over)

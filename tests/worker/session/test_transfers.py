@@ -32,7 +32,7 @@ from diloco_worker.session.effects import (
     BeginVersion,
     Close,
     Deliver,
-    PrepareDonation,
+    PrepareSeeding,
     PushOver,
     Say,
     Send,
@@ -201,7 +201,7 @@ def test_another_push_abandons_the_unfinished_one(offered: Desk) -> None:
     "event",
     [
         Offer(Push(b"", 5, 3, CHUNKS, "bf16")),
-        Offer(Push(b"", 5, 0, CHUNKS, "bf16", purpose=Purpose.DONATION)),
+        Offer(Push(b"", 5, 0, CHUNKS, "bf16", purpose=Purpose.SEEDING)),
         RequestVersion(9),
         Start(),
     ],
@@ -225,20 +225,20 @@ def test_invalid_command_raises_and_changes_nothing(ready: Desk, event: Event) -
 def asked(fresh: Desk) -> Desk:
     """It has joined a run without parameters, and the broker asks for its own."""
     fresh.connects().is_welcomed()
-    fresh.hears(Notice("donate", fragment=0))
+    fresh.hears(Notice("seed", fragment=0))
     return fresh
 
 
-def donation(made: Desk) -> Push:
+def seeding(made: Desk) -> Push:
     (push,) = made.sent(Push)
     return push
 
 
 def test_seeding_push_is_offered_before_the_model_is_copied(asked: Desk) -> None:
     """Copying a large model takes longer than the broker waits for an offer."""
-    push = donation(asked)
-    assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
-    assert asked.effects[-2:] == [Send(push), PrepareDonation(push.push_id, 0)]
+    push = seeding(asked)
+    assert (push.purpose, push.base, push.wire_dtype) == (Purpose.SEEDING, None, "fp32")
+    assert asked.effects[-2:] == [Send(push), PrepareSeeding(push.push_id, 0)]
     asked.hears(Grant(push.push_id, 0, Standing.NEW, credit=4))
     assert not asked.chunks_sent
     asked.passes(10.0)
@@ -248,7 +248,7 @@ def test_seeding_push_is_offered_before_the_model_is_copied(asked: Desk) -> None
 
 
 def test_seeding_push_copied_early_waits_for_its_grant(asked: Desk) -> None:
-    push = donation(asked)
+    push = seeding(asked)
     asked.happens(Prepared(push.push_id))
     assert not asked.chunks_sent
     asked.hears(Grant(push.push_id, 0, Standing.NEW, credit=CHUNKS))
@@ -258,7 +258,7 @@ def test_seeding_push_copied_early_waits_for_its_grant(asked: Desk) -> None:
 
 
 def test_rejected_seed_worker_drops_its_copy_and_waits_for_other_parameters(asked: Desk) -> None:
-    push = donation(asked)
+    push = seeding(asked)
     asked.hears(Error("not_allowed", "The run has others.", push_id=push.push_id, about="push"))
     assert asked.effects == [PushOver(push.push_id), Say("The run has others.", trouble=True)]
     assert not asked.happens(Prepared(push.push_id))
@@ -267,23 +267,23 @@ def test_rejected_seed_worker_drops_its_copy_and_waits_for_other_parameters(aske
 
 
 def test_seeding_push_ends_with_its_connection(asked: Desk) -> None:
-    push = donation(asked)
+    push = seeding(asked)
     asked.happens(Disconnected("It broke."))
     assert PushOver(push.push_id) in asked.effects
 
 
-def donates_again(made: Desk) -> Push:
+def seeds_again(made: Desk) -> Push:
     """Its connection breaks, and the broker asks for the held version."""
     made.breaks().is_welcomed()
-    made.hears(Notice("donate", fragment=0))
-    return donation(made)
+    made.hears(Notice("seed", fragment=0))
+    return seeding(made)
 
 
 def test_held_version_seeds_with_its_ledger_under_one_push_id(ready: Desk) -> None:
-    push, again = donates_again(ready), donates_again(ready)
+    push, again = seeds_again(ready), seeds_again(ready)
     assert (again.push_id, again.base) == (push.push_id, version(0))
     ready.holds(version(4), whole(5))
-    other = donates_again(ready)
+    other = seeds_again(ready)
     assert (other.base, other.ledger) == (version(4), whole(5))
     assert other.push_id != push.push_id, "other values are another push"
 
@@ -292,8 +292,8 @@ def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) 
     offered.breaks().is_welcomed()
     offered.hears(Error("no_model", "Later.", retry=True, push_id=77, about="push"))
     assert not offered.all(PushOver)
-    offered.hears(Notice("donate", fragment=0))
-    push = donation(offered)
+    offered.hears(Notice("seed", fragment=0))
+    push = seeding(offered)
     offered.happens(Prepared(push.push_id))
     offered.passes(LONGEST_BACKOFF_S)
     assert [push.push_id for push in offered.sent(Push)] == [77]

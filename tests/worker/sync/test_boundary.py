@@ -222,7 +222,7 @@ def test_non_finite_delta_restores_every_fragment_and_is_not_sent() -> None:
 
 def test_superseding_version_ends_the_push_in_flight() -> None:
     training = trainer(fragment_sync_delay=3).steps(H)
-    training.receives(7, superseding="an earlier life has sent them").steps(1)
+    training.receives(7, superseding="an earlier incarnation has sent them").steps(1)
     assert training.outcomes == ["superseded"]
     assert "5 steps of fragment 0" in training.said
     assert training.ended[0].why == "superseded"

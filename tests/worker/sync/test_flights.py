@@ -124,7 +124,7 @@ def test_deferred_push_is_not_awaited_before_its_round(delay: int) -> None:
 def test_notice_of_a_deferred_push_ends_the_wait() -> None:
     training = streaming().steps(2)
     assert training.waits()
-    training.is_carried(0, 3)
+    training.is_deferred(0, 3)
     assert not training.waits()
     assert "trouble" not in training.calls, "it is expected"
 
@@ -143,14 +143,14 @@ def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker() -> None:
     assert not training.does(boundary.leave).waits()
 
 
-@pytest.mark.parametrize("told", ["granted", "carried"])
+@pytest.mark.parametrize("told", ["granted", "deferred"])
 def test_leaving_waits_until_a_deferred_push_is_uploaded(told: str) -> None:
     training = streaming(fragment_sync_delay=2).steps(2)
     (push,) = training.pushes
     if told == "granted":
         training.is_granted(push, 3)
     else:
-        training.is_granted(push, 0).is_carried(0, 3)
+        training.is_granted(push, 0).is_deferred(0, 3)
     assert training.does(boundary.leave).waits()
     training.changes(uploaded=frozenset({push.push_id}))
     assert not training.waits()

@@ -196,7 +196,7 @@ def test_turn_is_that_of_the_next_fragment(fragments: int, story: str, turn: Tur
         (2, "welcomed 0, push, welcomed 1", {0}),
         (2, "welcomed 0, push, welcomed 1, granted 0 counted -", {0}),
         (2, "welcomed 0, push, welcomed 1, granted 0 wait 2", set()),
-        (2, "welcomed 0, push, welcomed 1, carried 0 2", set()),
+        (2, "welcomed 0, push, welcomed 1, deferred 0 2", set()),
     ],
 )
 def test_push_awaited_if_none_is_missing(fragments: int, story: str, waits_for: set[int]) -> None:
@@ -247,7 +247,7 @@ def test_no_fragment_is_in_flight_twice(fragments: int, script: list[tuple[int, 
             case 2 if flying:
                 turns.granted(fragment, (NEW, RESUME, WAIT, COUNTED)[number // 11], number)
             case 3:
-                turns.carried(fragment, number)
+                turns.deferred(fragment, number)
             case 4 if flying:
                 turns.merged(fragment)
             case 5 if flying:

@@ -170,8 +170,8 @@ def test_rank_seeds_its_chunks_of_the_held_version(scene: Scene, is_fetched: boo
         for number in range(4):
             scene.says(route, number, torch.full((CHUNK,), 5.0).numpy().tobytes())
         scene.until(lambda: len(scene.heard) == 4)
-    donation = Push(b"s", 9, 0, 4, base=VERSION, purpose=Purpose.DONATION, wire_dtype="fp32")
-    scene.followers.donate(donation)
+    seeding = Push(b"s", 9, 0, 4, base=VERSION, purpose=Purpose.SEEDING, wire_dtype="fp32")
+    scene.followers.seed(seeding)
     scene.followers.send(SendChunk(b"s", 9, 0, 2, lane=1))
     if not is_fetched:
         own = FlatState.empty(scene.part)

@@ -66,7 +66,7 @@ def summary(
             "down": sum(each["bytes_down"] for each in synced),
             "data_parallel": data_parallel,
             "data_parallel_formula": formula,
-            "int4z_computed": few_bits_bytes(settings, parameters),
+            "int4z_computed": quantized_bytes(settings, parameters),
         },
         "parameters": parameters,
         "settings": asdict(settings),
@@ -88,7 +88,7 @@ def data_parallel_bytes(settings: Settings, parameters: int) -> tuple[int, str]:
     )
 
 
-def few_bits_bytes(settings: Settings, parameters: int) -> int:
+def quantized_bytes(settings: Settings, parameters: int) -> int:
     """Bytes that the same rounds would send with int4z both ways: computed, not measured.
 
     Each worker receives the complete first version in fp32, then about 2.2 bits a parameter up and down.

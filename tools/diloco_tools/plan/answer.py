@@ -17,7 +17,7 @@ from diloco_tools.plan.simulated.run import Measured, simulate
 DAY_S = 86400.0
 # Bytes of the broker: parameters, momentum and accumulator in fp32, the copy of the workers' replicas,
 # the interpreter with torch, and each worker (docs/deploying.md).
-STATE, SHADOW, PROCESS, A_WORKER = 12, 4, 500e6, 5e6
+STATE, REPLICA, PROCESS, A_WORKER = 12, 4, 500e6, 5e6
 STAGING_SLOTS = 2  # asynchronous submissions in progress at a time, by default
 
 
@@ -118,8 +118,8 @@ class Answer:
     def broker_memory(self) -> float:
         question, n = self.question, self.question.parameters
         held: float = n * STATE
-        if question.has_shadow:
-            held += n * SHADOW
+        if question.has_replica:
+            held += n * REPLICA
         elif question.reply_dtype != "fp32":  # replies are a converted copy
             held += n * SIZES[question.reply_dtype].element
         whole = STAGING_SLOTS if question.mode == "async" else self.pushers

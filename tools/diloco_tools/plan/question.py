@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, dataclass
 
-from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES, check_wire_dtype, in_few_bits
+from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES, check_wire_dtype, is_quantized
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.quantities import parse_duration, parse_parameters
@@ -206,9 +206,9 @@ class Question:
         return self.is_whole or self.mode == "async"
 
     @property
-    def has_shadow(self) -> bool:
+    def has_replica(self) -> bool:
         """The broker keeps a copy of the workers' replicas, since replies are quantized."""
-        return in_few_bits(self.reply_dtype)
+        return is_quantized(self.reply_dtype)
 
     def link(self, worker: int) -> float:
         return self.links[worker % len(self.links)]

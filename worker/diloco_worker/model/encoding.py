@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco_protocol import Segment
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.tensors.codecs import is_finite, segment_dtype
 from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker.model.flat_state import FlatState, held
@@ -57,7 +57,7 @@ class Encoding:
         self.wire = {}
         for segment, length in self.layout.lengths.items():
             dtype = segment_dtype(segment, self.dtype)
-            stays = segment is Segment.PARAMETERS and in_few_bits(self.dtype)
+            stays = segment is Segment.PARAMETERS and is_quantized(self.dtype)
             if length and stays and self.device != HOST:
                 self.wire[segment] = torch.empty(length, dtype=dtype, device=self.device)
             elif length:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId, messages
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_worker.session import effects
 from diloco_worker.session.connection import Connection, Lanes
 
@@ -193,7 +193,7 @@ class Downloads:
     def set_reply(self, dtype: str) -> None:
         """Set the dtype of replies."""
         for download in self.by_fragment.values():
-            download.takes_deltas = in_few_bits(dtype)
+            download.takes_deltas = is_quantized(dtype)
 
     def spoilt(self, fragment: int) -> Iterator[effects.Effect]:
         """A difference from the held version did not lead to the broker's version."""

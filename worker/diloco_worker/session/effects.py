@@ -107,7 +107,7 @@ class ForgetCheckpoint(Effect):
 
 
 @dataclass(frozen=True)
-class PrepareDonation(Effect):
+class PrepareSeeding(Effect):
     """Lay out a fragment's fp32 parameters as the chunks of this push; `Prepared` follows, maybe much
     later.
     """

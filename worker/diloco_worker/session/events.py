@@ -148,7 +148,7 @@ class FrozenNamed(Event):
 class VerifyPushes(Event):
     """A previous incarnation may have pushed what is in the model of this fragment.
 
-    `known`: the pushes of this worker that were taken into account; see `previous_life`.
+    `known`: the pushes of this worker that were taken into account; see `previous_incarnation`.
     """
 
     fragment: int

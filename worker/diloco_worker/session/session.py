@@ -38,7 +38,7 @@ from diloco_worker.session.connection import (
 from diloco_worker.session.control_requests import ControlRequests
 from diloco_worker.session.downloads import Downloads, Held
 from diloco_worker.session.effects import Effect
-from diloco_worker.session.previous_life import FORGOTTEN, PreviousLife
+from diloco_worker.session.previous_incarnation import FORGOTTEN, PreviousIncarnation
 from diloco_worker.session.units import Units
 from diloco_worker.session.uploads import Uploads
 
@@ -76,7 +76,7 @@ class Session:
         self.downloads = Downloads(self.connection, observer=join is None, lanes=self.lanes)
         self.requests = ControlRequests()
         self.units = Units(self.connection)
-        self.previous_life = PreviousLife()
+        self.previous_incarnation = PreviousIncarnation()
         # Fragments to seed once the chunks are shared out.
         self._asked_for: list[int] = []
         self._over: messages.Notice | None = None  # the run is over, and training not notified yet
@@ -156,7 +156,7 @@ class Session:
                 self._frozen_tag, self._is_naming = tag, False
                 yield from self._pull_frozen() if tag is not None else self._fetch_frozen()
             case events.VerifyPushes(fragment, known):
-                self.previous_life.unverified[fragment] = set(known)
+                self.previous_incarnation.unverified[fragment] = set(known)
             case events.Ask(control):
                 self.requests.add(control)
                 yield from self._send_requests()
@@ -271,7 +271,7 @@ class Session:
                 yield from self.uploads.acknowledged(message)
             case messages.Released():
                 self.downloads.released(message)
-                yield from self.previous_life.look(
+                yield from self.previous_incarnation.look(
                     self.worker_id, message, self.downloads, self.uploads
                 )
                 yield from self._deliver_if_whole(message.fragment)
@@ -332,7 +332,7 @@ class Session:
         yield from self.downloads.open_window(welcome.session)
         yield from self.units.welcomed()  # before pushes, which name data sets
         for upload in self.uploads:  # the oldest first
-            if upload.is_gradient and not self.previous_life.holds_back(upload.push):
+            if upload.is_gradient and not self.previous_incarnation.holds_back(upload.push):
                 yield from self.uploads.offer(upload.push.push_id)
         yield from self._go_on_pulling(welcome, terms.layout)
         yield from self._send_requests()
@@ -343,7 +343,7 @@ class Session:
         for part in layout.all:
             fragment = part.fragment
             download, theirs = self.downloads.by_fragment[fragment], brokers.get(fragment)
-            yield from self.previous_life.keep(self.downloads, part, theirs)
+            yield from self.previous_incarnation.keep(self.downloads, part, theirs)
             if welcome.run is not None:
                 yield from self.downloads.left_behind(fragment, theirs)
             # Frozen parameters never change, so they are fetched once.
@@ -359,7 +359,7 @@ class Session:
                 continue
             in_flight = self.uploads.gradient(fragment) is not None
             if download.resume(theirs, in_flight=in_flight):
-                if in_flight and fragment in self.previous_life.unverified:
+                if in_flight and fragment in self.previous_incarnation.unverified:
                     download.want_current()
                 yield self.downloads.pull(fragment)
 
@@ -425,9 +425,9 @@ class Session:
                 self.connection.describes(len(description.packed), now)
                 for piece in description.pieces():
                     yield effects.Send(messages.Describe(piece))
-            case "donate":
-                yield from self._donate(notice.fragment)
-            case "shutdown" | "restarting" | "carried":
+            case "seed":
+                yield from self._seed(notice.fragment)
+            case "shutdown" | "restarting" | "deferred":
                 yield effects.Told(notice)
             case "kicked":
                 yield from self.connection.is_removed(notice, now)
@@ -470,14 +470,14 @@ class Session:
             self.run = held.version.run
             if fragment != event.terms.layout.frozen.fragment:
                 download.want_newest(None)
-        self.previous_life = PreviousLife(event.held)
+        self.previous_incarnation = PreviousIncarnation(event.held)
 
     def _forget(self, why: str) -> Iterator[Effect]:
         """The checkpoint does not fit: join as a new worker."""
         run, self.run = self.run, None
         self.terms = self.lanes.owners = None
         self.downloads = Downloads(self.connection, observer=False, lanes=self.lanes)
-        self.previous_life = PreviousLife()
+        self.previous_incarnation = PreviousIncarnation()
         yield effects.ForgetCheckpoint(FORGOTTEN.format(run=run, why=why))
 
     # Several processes.
@@ -489,7 +489,7 @@ class Session:
         if (token := self.connection.live_token) is not None:
             yield from self.downloads.open_window(token)
             for fragment in self._asked_for:
-                yield from self._donate(fragment)
+                yield from self._seed(fragment)
 
     def _arrived_elsewhere(self, chunk: messages.Chunk, now: float) -> Iterator[Effect]:
         self.connection.last_heard = now
@@ -516,21 +516,21 @@ class Session:
         if self.layout is not None:
             push = self.units.offered(push, self.layout)
         yield from self.uploads.begin(push)
-        if self.previous_life.holds_back(push):
+        if self.previous_incarnation.holds_back(push):
             download.want_current()
         else:
             download.want_next()
             yield from self.uploads.offer(push.push_id)
         yield from self._pull(push.fragment)
 
-    def _donate(self, fragment: int) -> Iterator[Effect]:
+    def _seed(self, fragment: int) -> Iterator[Effect]:
         if not self.lanes.are_known:
             self._asked_for.append(fragment)
             return
         if (
             not self.connection.is_joined
             or self.layout is None
-            or self.uploads.is_donating(fragment)
+            or self.uploads.is_seeding(fragment)
         ):
             return
         sizes = {part.fragment: part.chunks for part in self.layout.all}
@@ -540,7 +540,7 @@ class Session:
             )
             return
         held = self.downloads.by_fragment[fragment].held
-        yield from self.uploads.donate(fragment, sizes[fragment], held, self._draw)
+        yield from self.uploads.seed(fragment, sizes[fragment], held, self._draw)
 
     # Down.
 
@@ -558,19 +558,19 @@ class Session:
         counted = self.uploads.counted(self.worker_id, fragment, released.ledger)
         if takes_any or not in_flight or counted is not None:
             unchanged = download.is_here(released.version)
-            superseding = self.previous_life.delivers(fragment)
+            superseding = self.previous_incarnation.delivers(fragment)
             yield effects.Deliver(released, counted, unchanged, superseding)
             if download.held is None or download.held.version != released.version:
                 download.held = Held(released.version, released.ledger)
                 self.run = released.version.run
         if counted is not None:
-            self.previous_life.unverified.pop(fragment, None)
+            self.previous_incarnation.unverified.pop(fragment, None)
             self.units.counted(counted)
             yield effects.PushOver(counted)
         elif in_flight:
             download.wanted = True
             yield self.downloads.pull(fragment)
-            yield from self.previous_life.let_go(fragment, self.uploads)
+            yield from self.previous_incarnation.let_go(fragment, self.uploads)
 
     def _send_requests(self) -> Iterator[Effect]:
         if self.connection.is_joined:

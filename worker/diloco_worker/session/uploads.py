@@ -133,7 +133,7 @@ class Uploads:
         self.retries = 0  # offers of a push after its first
         self._offer_at: dict[int, float] = {}
         # By fragment, the last seeding push: a broken one resumes under its push id.
-        self._donated: dict[int, tuple[VersionId | None, int]] = {}
+        self._seeded: dict[int, tuple[VersionId | None, int]] = {}
 
     def __contains__(self, push_id: int | None) -> bool:
         return push_id in self.by_id
@@ -154,7 +154,7 @@ class Uploads:
         """The pseudo-gradient of this fragment in flight."""
         return next((u for u in self._of(fragment) if u.is_gradient), None)
 
-    def is_donating(self, fragment: int) -> bool:
+    def is_seeding(self, fragment: int) -> bool:
         return any(not upload.is_gradient for upload in self._of(fragment))
 
     def _of(self, fragment: int) -> list[Upload]:
@@ -179,14 +179,14 @@ class Uploads:
             yield effects.Send(upload.offered(token))
             self.retries += upload.offers > 1
 
-    def donate(
+    def seed(
         self, fragment: int, chunks: int, held: Held | None, draw: Callable[[], int]
     ) -> Iterator[effects.Effect]:
         """Upload the held version of a fragment, or the model's own values, to seed the run."""
         version = held.version if held else None
-        earlier = self._donated.get(fragment)
+        earlier = self._seeded.get(fragment)
         if earlier is None or earlier[0] != version:
-            earlier = self._donated[fragment] = version, draw()
+            earlier = self._seeded[fragment] = version, draw()
         push_id = earlier[1]  # the same for the same values
         push = messages.Push(
             session=b"",
@@ -195,7 +195,7 @@ class Uploads:
             chunks=chunks,
             wire_dtype="fp32",
             base=version,
-            purpose=messages.Purpose.DONATION,
+            purpose=messages.Purpose.SEEDING,
             ledger=held.ledger if held else None,
         )
         yield effects.Say("The broker has no parameters yet; uploading ours.")
@@ -203,7 +203,7 @@ class Uploads:
         self.by_id[push_id].is_prepared = False
         # The offer first: copying a large model takes long, and the broker would ask another worker.
         yield from self.offer(push_id)
-        yield effects.PrepareDonation(push_id, fragment)
+        yield effects.PrepareSeeding(push_id, fragment)
 
     def prepared(self, push_id: int) -> Iterator[effects.Effect]:
         """The chunks of a seeding push are laid out."""

@@ -15,12 +15,12 @@ from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
 from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival, Rejection, Work
-from diloco_worker.session.previous_life import SENT_BEFORE, names_unknown_push
+from diloco_worker.session.previous_incarnation import SENT_BEFORE, names_unknown_push
 
 # Versions whose ledgers are searched for a dropped push: that of the round open at the time, and one
 # before.
@@ -274,7 +274,7 @@ class Fragment:
     def _keep_dropped(self, merge: Merge) -> None:
         in_flight = merge.in_flight
         match merge.outcome:
-            case Outcome.REJECTED if in_flight is not None and in_few_bits(
+            case Outcome.REJECTED if in_flight is not None and is_quantized(
                 in_flight.push.wire_dtype
             ):
                 kept = [each for each in self.dropped if each.push_id not in merge.settled]

@@ -21,7 +21,7 @@ import torch
 from diloco_protocol import Kind, RunConfig
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
@@ -102,7 +102,7 @@ class FragmentValues:
         if delta.bad is not None:
             kinds = {entry.name: entry.kind for entry in self.tensors.manifest.entries}
             return NonFinite(delta.bad, kinds[delta.bad] is Kind.BUFFER)
-        if in_few_bits(dtype):
+        if is_quantized(dtype):
             wire: FlatState = self.feedback.joined(delta.wire)
         else:
             wire = delta.wire

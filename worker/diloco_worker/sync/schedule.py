@@ -227,7 +227,7 @@ class RoundSchedule:
         if reserved is not None and (round_ is None or round_ < reserved):
             self._give_back(reserved)
 
-    def carried(self, fragment: int, round_: int) -> None:
+    def deferred(self, fragment: int, round_: int) -> None:
         """Its round closed without this fragment's in-flight push, which is deferred to a later one."""
         if self.common and fragment in self.rounds:
             self._reserved.pop(fragment, None)

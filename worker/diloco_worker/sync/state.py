@@ -199,7 +199,7 @@ class SyncState:
                     if in_flight is not None and in_flight.push_id == push_id:
                         schedule.granted(number, standing, round_)
                 case Notice(fragment=number, round=round_):
-                    schedule.carried(number, round_)
+                    schedule.deferred(number, round_)
                 case Released(averaged=averaged, round=round_):
                     if averaged:  # the first version of a broker was made in no round
                         schedule.made(round_)

@@ -85,7 +85,7 @@ class OpenBulk(Event):
 
 
 @dataclass(frozen=True)
-class Donate(Event):
+class Seed(Event):
     """Lay out the version that this push is based on, where it is held, else the model's own values."""
 
     push: Push
@@ -116,7 +116,7 @@ class Moved(Event):
 
 Record = Event | effects.Effect
 _CODEC = Codec(
-    *(OpenBulk, effects.Close, effects.SendChunk, Donate, effects.PushOver, LeaderLeft),
+    *(OpenBulk, effects.Close, effects.SendChunk, Seed, effects.PushOver, LeaderLeft),
     *(Here, Moved, ArrivedElsewhere, Disconnected, Spoilt),
 )
 
@@ -177,8 +177,8 @@ class Followers:
     def send(self, effect: effects.SendChunk) -> None:
         self._send(effect.lane, effect)
 
-    def donate(self, push: Push) -> None:
-        self._send_all(Donate(push))
+    def seed(self, push: Push) -> None:
+        self._send_all(Seed(push))
 
     def over(self, push_id: int) -> None:
         self._send_all(effects.PushOver(push_id))

@@ -56,7 +56,7 @@ class Others(Protocol):
         self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
     ) -> None: ...
     def send(self, effect: effects.SendChunk) -> None: ...
-    def donate(self, push: Push) -> None: ...  # lay out their part of a seeding push
+    def seed(self, push: Push) -> None: ...  # lay out their part of a seeding push
     def over(self, push_id: int) -> None: ...
 
 
@@ -142,9 +142,9 @@ class Executor:
             case effects.Deliver(released, _, unchanged):
                 fragment = released.fragment
                 return memory.held(fragment) if unchanged else memory.finish(fragment)
-            case effects.PrepareDonation(push_id, fragment):
+            case effects.PrepareSeeding(push_id, fragment):
                 if others is not None:
-                    others.donate(self.session.uploads.by_id[push_id].push)
+                    others.seed(self.session.uploads.by_id[push_id].push)
                 if memory.prepare(push_id, self._part(fragment)):
                     self.feed(events.Prepared(push_id))
             case effects.NameFrozen(fragment):

@@ -95,7 +95,7 @@ class Follower:
                 self._close()
             case effects.SendChunk():
                 self._send(event)
-            case ranks.Donate(push) if self._own[push.fragment]:
+            case ranks.Seed(push) if self._own[push.fragment]:
                 self.uploads.add(push.push_id)
                 if self.buffers.prepare(push.push_id, self._part(push.fragment), push.base):
                     self._send_waiting()

@@ -17,7 +17,7 @@ import torch
 
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, Segment, VersionId
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
-from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes, whole_dtype
+from diloco_protocol.dtypes import is_quantized, least_bytes, span_bytes, whole_dtype
 from diloco_protocol.messages import Chunk, Message
 from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
@@ -50,7 +50,7 @@ def check_parts(message: Chunk, payload: memoryview, span: ChunkSpan, wire: str)
     parts = message.parts or ()
     least, most = least_bytes(span, wire), span_bytes(span, wire)
     fits = all(least <= size <= most for size in parts) and sum(parts) == payload.nbytes
-    if not fits or not parts or span.segment is not Segment.PARAMETERS or not in_few_bits(wire):
+    if not fits or not parts or span.segment is not Segment.PARAMETERS or not is_quantized(wire):
         text = (
             f"chunk {message.index} has {payload.nbytes} bytes, which are no difference in {wire}."
         )

@@ -15,7 +15,7 @@ from diloco_worker.session import effects
 from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Turning
-from diloco_worker.session.previous_life import SENT_BEFORE
+from diloco_worker.session.previous_incarnation import SENT_BEFORE
 from diloco_worker.session.session import Session
 
 # Seconds until a signal is handled that arrived just before a wait began.

@@ -84,7 +84,7 @@ class Link(Inbox, BrokerConnection):
         self.welcomed = welcomed
         self.buffers = FragmentBuffers(
             capture=capture,
-            copied=lambda push_id, copied: self._call(self._donate, push_id, copied),
+            copied=lambda push_id, copied: self._call(self._seed, push_id, copied),
             tag_of=tag_of,
             named=lambda named: self._call(self._named, named),
             pinned=pinned,
@@ -247,7 +247,7 @@ class Link(Inbox, BrokerConnection):
         self._offered[push.fragment] = push.push_id
         self.take_rejection(former or 0)  # obsolete
 
-    def _donate(self, push_id: int, copied: Future[FlatState]) -> None:
+    def _seed(self, push_id: int, copied: Future[FlatState]) -> None:
         """The model was copied for seeding."""
         if push_id in self.session.uploads:  # else it is obsolete
             self.buffers.outgoing[push_id] = copied.result()

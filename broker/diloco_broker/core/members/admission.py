@@ -225,21 +225,21 @@ def _check_manifest(state: RunState, manifest: Manifest) -> None:
 
 def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:
     """Another worker asks for this id: find out whether the current one is alive."""
-    life, figures = member.liveness, member.figures
-    age = now - life.last_seen
-    if life.contested_at is not None and now - life.contested_at > CONTEST_S:
-        life.contest(None)
-    is_alive = life.contested_at is not None and life.last_seen > life.contested_at
+    liveness, figures = member.liveness, member.figures
+    age = now - liveness.last_seen
+    if liveness.contested_at is not None and now - liveness.contested_at > CONTEST_S:
+        liveness.contest(None)
+    is_alive = liveness.contested_at is not None and liveness.last_seen > liveness.contested_at
     if is_alive:
-        life.contest(None)
+        liveness.contest(None)
         text = (
             f"A worker named {member.worker_id!r} is alive on {figures.host or 'some host'} "
             f"(pid {figures.pid}); give this one another worker_id."
         )
         yield effects.warning(f"Refused a second worker named {member.worker_id!r}.")
     else:
-        if life.contested_at is None:
-            life.contest(now)
+        if liveness.contested_at is None:
+            liveness.contest(now)
         text = (
             f"A worker named {member.worker_id!r} sent a message {age:.1f} s ago; if it is dead, the id "
             "will be free soon."

@@ -25,9 +25,9 @@ BACK_WITHIN_S = 6.0
 
 def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.Effects:
     """A heartbeat, whose step count shows whether the training loop hangs."""
-    figures, life = member.figures, member.liveness
+    figures, liveness = member.figures, member.liveness
     has_moved = figures.take(beat, state.now)
-    life.beat(state.now, has_moved=has_moved)
+    liveness.beat(state.now, has_moved=has_moved)
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True
         yield effects.warning(f"{member.worker_id} warns: {figures.warning}")
@@ -36,8 +36,8 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     limit = state.config.stall_timeout
     if has_moved:
         yield from mark_active(state, member)
-    elif limit and not life.is_stalled and life.stood_still() > limit:
-        stood = f"has stood at step {figures.step} for {life.stood_still():.0f} s"
+    elif limit and not liveness.is_stalled and liveness.stood_still() > limit:
+        stood = f"has stood at step {figures.step} for {liveness.stood_still():.0f} s"
         yield from _stall(state, member, f"{member.worker_id} {stood} though it sends heartbeats")
     number = state.round.number if state.round else 0
     steps = compatibility.sync_every_of(state, member) if state.config.dylu else None
@@ -105,15 +105,15 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
     del state.to_probe[:PROBES_A_TICK]
     timeout = state.config.heartbeat_timeout
     for member in state.members:
-        life = member.liveness
-        silent = now - life.last_seen
-        if life.disconnected_at is not None and _is_given_up(state, member):
+        liveness = member.liveness
+        silent = now - liveness.last_seen
+        if liveness.disconnected_at is not None and _is_given_up(state, member):
             yield from _evict(state, member, "its connection broke and it did not reconnect")
         elif timeout and silent > timeout and not may_be_on_its_way(state):
             yield from _evict(state, member, f"no message for {silent:.0f} s")
-        elif silent > PROBE_AFTER_S and now - life.probed_at > PROBE_AFTER_S:
+        elif silent > PROBE_AFTER_S and now - liveness.probed_at > PROBE_AFTER_S:
             # A dead connection fails only when something is sent on it.
-            life.probed_at = now
+            liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from fence.tick(state)
     if state.standby is not None and state.standby.holds:

@@ -262,7 +262,7 @@ def _ask(
 def _notify(state: RunState, worker: Member) -> effects.Effects:
     text = "The broker needs this worker's parameters; upload them."
     for fragment in state.seeding.wanted:
-        yield worker.tell(messages.Notice("donate", text, fragment))
+        yield worker.tell(messages.Notice("seed", text, fragment))
 
 
 def _load_file(state: RunState) -> effects.Effects:

@@ -18,7 +18,7 @@ _ADAPTER = re.compile(r"lora_|adapter", re.IGNORECASE)  # in the names that PEFT
 
 
 def look(state: RunState, made: int) -> effects.Effects:
-    """Warn once in a broker's life, before the round after `made` closed ones."""
+    """Warn once in a broker's incarnation, before the round after `made` closed ones."""
     config = state.config
     if state.is_advised or state.has_own_optimizer or not config.has_momentum:
         return

@@ -10,7 +10,7 @@ from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
 # Malformed messages after which a connection is closed, unless it is a member's.
-NOISE_OF_A_STRANGER = 20
+UNAUTHENTICATED_NOISE = 20
 # Connections whose malformed messages are counted; above it all counts are reset to bound the memory.
 CONNECTIONS_REMEMBERED = 1000
 # Refusals after which the peer should retry.
@@ -25,7 +25,7 @@ def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
     if state.members.on_route(event.route) is None:
         noisy = state.refusals.noisy
         noisy[event.route] += 1
-        if noisy[event.route] >= NOISE_OF_A_STRANGER:
+        if noisy[event.route] >= UNAUTHENTICATED_NOISE:
             del noisy[event.route]
             yield effects.Disconnect(event.route)
         elif len(noisy) > CONNECTIONS_REMEMBERED:
@@ -54,7 +54,7 @@ def refuse(
             member.figures.rejected += not retry
             who = f" of {member.worker_id}"
             route = member.control
-        is_seeding = getattr(message, "purpose", None) is messages.Purpose.DONATION
+        is_seeding = getattr(message, "purpose", None) is messages.Purpose.SEEDING
         if is_seeding and member:
             yield from seeding.reject(state, member)
     is_over = not retry and error.code != Code.LATE

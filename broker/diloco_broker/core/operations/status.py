@@ -304,7 +304,7 @@ def _standby(state: RunState) -> feed.Standby | None:
     lease = state.standby
     if lease is None:
         return None
-    heard = None if lease.life is None else _age(lease.heard_at, lease.now)
+    heard = None if lease.incarnation is None else _age(lease.heard_at, lease.now)
     return feed.Standby(
         holds_lease=lease.holds,
         lease_s=lease.seconds,

@@ -47,7 +47,7 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
         raise ProtocolError(Code.BAD_HEADER, text)
     if former is None and len(relays) >= MOST_RELAYS:
         raise ProtocolError(Code.NOT_ALLOWED, f"There are {MOST_RELAYS} relays already.")
-    is_another = former is not None and former.life != attach.life
+    is_another = former is not None and former.incarnation != attach.incarnation
     if former is not None and is_another and state.now - former.heard_at < SILENT_S:
         text = f"Another relay is named {attach.relay!r}; give this one another --name."
         error = messages.Error(Code.ID_TAKEN, text, retry=True, about=attach.kind)
@@ -57,7 +57,7 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
         yield from gone(state, former, "it reconnected")
     token = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     combines = terms.combines(state.config)
-    relays.add(Relay(attach.relay, attach.life, route, token, state.now, combines))
+    relays.add(Relay(attach.relay, attach.incarnation, route, token, state.now, combines))
     yield effects.info(f"Relay {attach.relay} attached.")
     yield effects.Send(route, terms.of(state, token))
 

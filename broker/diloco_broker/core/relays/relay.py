@@ -13,7 +13,7 @@ class Relay:
     """A connected relay."""
 
     name: str
-    life: int  # random, of its process
+    incarnation: int  # random, of its process
     control: Route
     token: bytes  # identifies its data connection
     heard_at: float  # when the last message from it, or through it, arrived

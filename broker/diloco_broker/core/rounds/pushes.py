@@ -32,7 +32,7 @@ MAX_SQUARE = 1e18  # of tokens^2 / steps; relays rely on the limit (`LARGEST`)
 def push(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
     """A worker offers a push: grant it, or defer it."""
     _check_push(state, push)
-    if push.purpose is messages.Purpose.DONATION:
+    if push.purpose is messages.Purpose.SEEDING:
         yield from seeding.offered(state, member, push)
         return
     if state.ending.is_over:
@@ -72,7 +72,7 @@ def chunk(
     if upload.is_void:
         return
     push = upload.push
-    is_seeding = push.purpose is messages.Purpose.DONATION
+    is_seeding = push.purpose is messages.Purpose.SEEDING
     layout = state.versions[push.fragment].layout
     size = check_size(chunk.index, payload, layout, push.wire_dtype)
     is_held, lane = isinstance(payload, messages.Held), member.lane_of(route)
@@ -154,7 +154,7 @@ def _check_push(state: RunState, push: messages.Push) -> None:
         )
     # Each push has its own dtype: a worker may override the run's, and a delta that was frozen before a
     # restart keeps its dtype.
-    allowed = ("fp32",) if push.purpose is messages.Purpose.DONATION else WIRE_DTYPES
+    allowed = ("fp32",) if push.purpose is messages.Purpose.SEEDING else WIRE_DTYPES
     if push.wire_dtype not in allowed:
         text = f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}."
         raise ProtocolError(Code.BAD_PUSH, text)
@@ -163,7 +163,7 @@ def _check_push(state: RunState, push: messages.Push) -> None:
 
 def _check_weight(state: RunState, push: messages.Push) -> None:
     by = state.config.weight_by
-    if push.purpose is messages.Purpose.DONATION:
+    if push.purpose is messages.Purpose.SEEDING:
         return
     needed = messages.WEIGHTS[by]
     for name in needed:

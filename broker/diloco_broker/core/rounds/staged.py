@@ -266,7 +266,7 @@ def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:
         yield info(text)
         member = state.members.named(worker_id)
         if member is not None:
-            yield member.tell(Notice("carried", text, push.fragment, following))
+            yield member.tell(Notice("deferred", text, push.fragment, following))
 
 
 def released(state: RunState) -> Effects:

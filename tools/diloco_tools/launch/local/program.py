@@ -43,9 +43,9 @@ class Program:
         self._restarts = Restarts(restarts)
         self._clock = clock
         self._again_at = 0.0
-        self.child = self._start(is_next_life=False)
+        self.child = self._start(is_restart=False)
 
-    def _start(self, *, is_next_life: bool) -> Child:
+    def _start(self, *, is_restart: bool) -> Child:
         forget(self._end_file)
         self._began = self._clock()
         return self._children.add(
@@ -55,7 +55,7 @@ class Program:
                 self._children.folder,
                 env=self._env,
                 work_in=Path.cwd(),
-                is_next_life=is_next_life,
+                is_restart=is_restart,
             )
         )
 
@@ -76,7 +76,7 @@ class Program:
             if self._clock() >= self._again_at:
                 self._again_at = 0.0
                 self.child.kill()  # processes that a shell left behind would train beside the next
-                self.child = self._start(is_next_life=True)
+                self.child = self._start(is_restart=True)
             return None
         code = self._exit_code()
         pause = self._restarts.pause(code, self._clock() - self._began)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_broker.pure import BrokerConfig, Core, Executor, InitialModel, effects, events
-from diloco_protocol.dtypes import in_few_bits, whole_dtype
+from diloco_protocol.dtypes import is_quantized, whole_dtype
 from diloco_protocol.messages import Message
 from diloco_tools.plan.simulated.costs import DECODE, ENCODE
 from diloco_tools.plan.simulated.fair_share import Flow, World
@@ -70,7 +70,7 @@ class Broker:
         self._order = itertools.count()
         self._is_working = False
         self._connections: dict[bytes, Connection] = {}
-        self._few = in_few_bits(config.reply_dtype)
+        self._few = is_quantized(config.reply_dtype)
         whole = whole_dtype(config.reply_dtype)
         self._whole = pieces.payload(whole)
         self._next = (
@@ -166,8 +166,8 @@ class Broker:
     def _step_seconds(self) -> float:
         """Per billion elements; quantized replies are decoded again for the copy of the replicas."""
         reply, costs = self._config.reply_dtype, self._scene.costs
-        shadow = DECODE[reply] if self._few else 0.0
-        return costs.step + ENCODE[reply] + shadow
+        replica = DECODE[reply] if self._few else 0.0
+        return costs.step + ENCODE[reply] + replica
 
     # Other effects of the core.
 

@@ -14,7 +14,7 @@ from types import coroutine
 from typing import Any
 
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import in_few_bits, whole_dtype
+from diloco_protocol.dtypes import is_quantized, whole_dtype
 from diloco_protocol.messages import Heartbeat, Join, Message, Push
 from diloco_protocol.version import VersionId
 from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
@@ -404,7 +404,7 @@ class _Training:
         costs = self._worker.costs
         if merge.touches_model:
             wire = self._worker.question.wire_dtype
-            few = merge.in_flight is not None and in_few_bits(wire)
+            few = merge.in_flight is not None and is_quantized(wire)
             await _paused(Busy((costs.land + few * costs.left_out) * self._of_fragment))
         if fragment == 0 and merge.in_flight is not None:
             self._worker.mark()

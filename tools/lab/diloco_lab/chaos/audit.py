@@ -4,7 +4,7 @@
 
 This module shares nothing with the checked code: it imports no broker, worker or protocol, and reads
 JSON lines. The broker's log names for each version its predecessor (`after`) and the pushes in it; each
-life of a worker has a log of the pushes that it froze, saw counted, or dropped.
+incarnation of a worker has a log of the pushes that it froze, saw counted, or dropped.
 
 The *lineage* of a final version is followed back through `after` to the first version. A crashed broker
 may have logged versions that no worker received, and replaced them later: these are on no lineage, and

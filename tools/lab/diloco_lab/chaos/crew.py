@@ -32,14 +32,14 @@ AUDIT = "worker.jsonl"  # its own log of its pushes
 
 
 @dataclass
-class Life:
+class Incarnation:
     """One process of a worker, from its start to its end. Times are of the monotonic clock."""
 
     worker: str
     number: int  # of the worker's processes: 1, 2, ...
     folder: Path  # for its files
     child: RoleProcess
-    is_guest: bool = False  # it leaves before the others, and does not pull the final version
+    is_newcomer: bool = False  # it leaves before the others, and does not pull the final version
     joined_at: float | None = None  # when the drill saw it join
     ended_at: float | None = None  # when it was killed, or the drill saw it leave
     was_killed: bool = False
@@ -168,7 +168,7 @@ class Crew(Children):
     def __init__(self, folder: Path, mode: Mode, texts: Path, *, seed: int) -> None:
         super().__init__(folder)
         self.mode = mode
-        self.lives: list[Life] = []  # of all workers, in the order of their start
+        self.incarnations: list[Incarnation] = []  # of all workers, in the order of their start
         self.broker: Child  # the current process
         self.address = f"tcp://{HOST}:{machine.free_port()}"  # the broker's own
         # By name of a worker or relay: the proxy that it connects to.
@@ -233,7 +233,7 @@ class Crew(Children):
         self.relays[relay] = self.start(self._next(relay), command)
 
     def _next(self, name: str) -> str:
-        """A process's name, with the number of its life."""
+        """A process's name, with the number of its incarnation."""
         return f"{name}.{1 + sum(each.name.startswith(f'{name}.') for each in self.all)}"
 
     def relay_of(self, worker: str) -> str | None:
@@ -242,10 +242,10 @@ class Crew(Children):
         relays = self.mode.relays
         return relays[place % len(relays)] if relays else None
 
-    def behind(self, relay: str) -> list[Life]:
-        """The latest lives of the workers behind a relay."""
-        names = {life.worker for life in self.lives}
-        return [self.life(name) for name in sorted(names) if self.relay_of(name) == relay]
+    def behind(self, relay: str) -> list[Incarnation]:
+        """The latest incarnations of the workers behind a relay."""
+        names = {incarnation.worker for incarnation in self.incarnations}
+        return [self.incarnation(name) for name in sorted(names) if self.relay_of(name) == relay]
 
     def proxy_of(self, name: str, target: str) -> DrillProxy:
         """The proxy of a worker or relay to `target`; it is made once."""
@@ -253,32 +253,36 @@ class Crew(Children):
             self.proxies[name] = DrillProxy(target)
         return self.proxies[name]
 
-    def start_worker(self, worker: str, *, is_guest: bool = False) -> Life:
+    def start_worker(self, worker: str, *, is_newcomer: bool = False) -> Incarnation:
         """Start a worker, for the first time or again."""
-        number = 1 + sum(life.worker == worker for life in self.lives)
+        number = 1 + sum(incarnation.worker == worker for incarnation in self.incarnations)
         relay = self.relay_of(worker)
         target = self.address if relay is None else self.addresses[relay]
         child = self.add(RoleProcess("drill-worker", f"{worker}.{number}", self.folder))
-        life = Life(worker, number, self.folder, child, is_guest)
+        incarnation = Incarnation(worker, number, self.folder, child, is_newcomer)
         child.tell(
             "train",
             server=self.proxy_of(worker, target).address,
             worker=worker,
-            steps=str(life.file(STEPS)),
-            audit=str(life.file(AUDIT)),
+            steps=str(incarnation.file(STEPS)),
+            audit=str(incarnation.file(AUDIT)),
             shard=str(self._texts / f"{worker}.bin"),
-            # Other batches in each life of each worker.
+            # Other batches in each incarnation of each worker.
             seed=int.from_bytes(f"{self._seed}{worker}{number}".encode(), "big") % (1 << 62),
             pause=self.mode.pause_s,
         )
-        self.lives.append(life)
-        return life
+        self.incarnations.append(incarnation)
+        return incarnation
 
-    def life(self, worker: str) -> Life:
-        """The latest life of a worker."""
-        return next(life for life in reversed(self.lives) if life.worker == worker)
+    def incarnation(self, worker: str) -> Incarnation:
+        """The latest incarnation of a worker."""
+        return next(
+            incarnation
+            for incarnation in reversed(self.incarnations)
+            if incarnation.worker == worker
+        )
 
     def kill_worker(self, worker: str) -> None:
-        life = self.life(worker)
-        life.child.kill()
-        life.ended_at, life.was_killed = time.monotonic(), True
+        incarnation = self.incarnation(worker)
+        incarnation.child.kill()
+        incarnation.ended_at, incarnation.was_killed = time.monotonic(), True

@@ -100,19 +100,20 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
 
     Returns:
         `versions`, the final one of each fragment; `checksum` of its parameters as the drill pulled it,
-        `checksums` as each surviving worker did, by name of its life; `held`, by life a checksum of each
-        version that was the base of training; `exits` of the workers that were not killed; `broker_exit`
-        after SIGTERM, None if it had to be killed, and the `broker_seconds` until then.
+        `checksums` as each surviving worker did, by name of its incarnation; `held`, by incarnation a
+        checksum of each version that was the base of training; `exits` of the workers that were not
+        killed; `broker_exit` after SIGTERM, None if it had to be killed, and the `broker_seconds` until
+        then.
 
     Raises:
         Broken: a process hangs.
     """
     crew = watch.crew
-    staying = [life for life in crew.lives if not life.was_killed]
-    for life in staying:
-        life.child.tell("rest")
+    staying = [incarnation for incarnation in crew.incarnations if not incarnation.was_killed]
+    for incarnation in staying:
+        incarnation.child.tell("rest")
     watch.wait_until(
-        lambda: all(life.ended_at is not None for life in staying),
+        lambda: all(incarnation.ended_at is not None for incarnation in staying),
         LEAVE_WITHIN_S,
         f"Not all workers left within {watch.stretched(LEAVE_WITHIN_S):g} s of the request.",
     )
@@ -122,14 +123,16 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
     except DilocoError as error:
         raise Broken(f"The final version cannot be pulled: {error}") from None
     within_s = watch.stretched(EXIT_WITHIN_S)
-    held = {life.name: life.child.hear(within_s)["held"] for life in staying}
-    pulls = [life for life in staying if not life.is_guest]
-    for life in pulls:
-        life.child.tell("pull", broker=crew.address)
-    checksums = {life.name: life.child.hear(within_s)["checksum"] for life in pulls}
-    for life in staying:
-        life.child.dismiss()
-    exits = {life.name: life.child.wait(within_s) for life in staying}
+    held = {incarnation.name: incarnation.child.hear(within_s)["held"] for incarnation in staying}
+    pulls = [incarnation for incarnation in staying if not incarnation.is_newcomer]
+    for incarnation in pulls:
+        incarnation.child.tell("pull", broker=crew.address)
+    checksums = {
+        incarnation.name: incarnation.child.hear(within_s)["checksum"] for incarnation in pulls
+    }
+    for incarnation in staying:
+        incarnation.child.dismiss()
+    exits = {incarnation.name: incarnation.child.wait(within_s) for incarnation in staying}
     for name, relay in crew.relays.items():
         relay.process.terminate()
         exits[name] = relay.wait(watch.stretched(BROKER_EXIT_WITHIN_S))
@@ -148,7 +151,7 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
 
 
 def replayed(folder: Path) -> dict[str, str]:
-    """By life of the broker the error of a replay of its tape; "" for an equal replay."""
+    """By incarnation of the broker the error of a replay of its tape; "" for an equal replay."""
     said = {}
     for tape in sorted(folder.glob("broker.*.tape")):
         done = subprocess.run(
@@ -177,20 +180,20 @@ def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Re
     report["contributions"] = len(entered)
     by_name = {log.name: log for log in logs}
     trained, applied = Counter[str](), Counter[str]()
-    for life in crew.lives:
-        name, steps = life.name, life.steps
+    for incarnation in crew.incarnations:
+        name, steps = incarnation.name, incarnation.steps
         work = reports.work_of(steps, by_name[name], entered, fragments)
-        if life.was_killed:
+        if incarnation.was_killed:
             lost = (work["trained"] - work["applied"]) / fragments
             report["kills"].append({"life": name, "trained": steps, "lost": lost})
-        for whose in ("all",) if life.was_killed else ("all", "not_killed"):
+        for whose in ("all",) if incarnation.was_killed else ("all", "not_killed"):
             trained[whose] += work["trained"]
             applied[whose] += work["applied"]
     for whose in report["useful_work"]:
         report["useful_work"][whose] = reports.work(trained[whose], applied[whose])
     report["averaged"] = reports.averaged(
         [(at, reports.workers_in(release)) for at, release in seen if at < until],
-        crew.lives,
+        crew.incarnations,
         window=2 * len(WORKERS) if report["mode"] == "async" else 1,
     )
     return seen

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from diloco_lab.chaos.crew import Life
+from diloco_lab.chaos.crew import Incarnation
 from diloco_lab.chaos.faults import WORKERS, Fault, Injected, Kind
 from diloco_lab.chaos.report import workers_in
 from diloco_lab.chaos.run_watch import RunWatch
@@ -37,7 +37,7 @@ def inject(watch: RunWatch, entry: Injected) -> None:
     """Carry out one fault; its later parts are scheduled."""
     fault, crew, target = entry.fault, watch.crew, entry.fault.target
     if target in WORKERS:
-        life = watch.await_joined(target)
+        incarnation = watch.await_joined(target)
     _break_lines(watch, entry)
     match fault.kind:
         case Kind.KILL_WORKER:
@@ -47,9 +47,11 @@ def inject(watch: RunWatch, entry: Injected) -> None:
             crew.relays[target].kill()
             watch.later(RESTART_AFTER_S, lambda: crew.start_relay(target))
         case Kind.STOP_WORKER:
-            life.child.process.send_signal(signal.SIGSTOP)
-            watch.later(fault.seconds, lambda: life.child.process.send_signal(signal.SIGCONT))
-            watch.later(fault.seconds, _stands_still(life, time.monotonic()))
+            incarnation.child.process.send_signal(signal.SIGSTOP)
+            watch.later(
+                fault.seconds, lambda: incarnation.child.process.send_signal(signal.SIGCONT)
+            )
+            watch.later(fault.seconds, _stands_still(incarnation, time.monotonic()))
         case Kind.CUT:
             crew.proxies[target].cut()
         case Kind.PARTITION | Kind.PARTITION_WAN:
@@ -84,25 +86,27 @@ def _break_lines(watch: RunWatch, entry: Injected) -> None:
             _is_away(watch, each, at)
 
 
-def _is_away(watch: RunWatch, life: Life, at: float) -> None:
+def _is_away(watch: RunWatch, incarnation: Incarnation, at: float) -> None:
     """It counts as stopped until a version has it again, or it has ended."""
-    goes_on = _stands_still(life, at)
+    goes_on = _stands_still(incarnation, at)
 
     def is_back() -> bool:
         newest = watch.seen[-1] if watch.seen else None
-        has_it = newest is not None and newest[0] > at and life.worker in workers_in(newest[1])
-        return has_it or life.ended_at is not None
+        has_it = (
+            newest is not None and newest[0] > at and incarnation.worker in workers_in(newest[1])
+        )
+        return has_it or incarnation.ended_at is not None
 
     watch.when(is_back, goes_on)
 
 
-def _stands_still(life: Life, at: float) -> Callable[[], None]:
+def _stands_still(incarnation: Incarnation, at: float) -> Callable[[], None]:
     """It counts as stopped from `at` until the returned function is called."""
-    life.stops.append((at, float("inf")))
+    incarnation.stops.append((at, float("inf")))
 
     def goes_on() -> None:
-        life.stops.remove((at, float("inf")))
-        life.stops.append((at, time.monotonic()))
+        incarnation.stops.remove((at, float("inf")))
+        incarnation.stops.append((at, time.monotonic()))
 
     return goes_on
 
@@ -110,7 +114,7 @@ def _stands_still(life: Life, at: float) -> Callable[[], None]:
 def _newcomer(watch: RunWatch, entry: Injected) -> None:
     """Start a worker that takes part for some rounds, and then leaves or is killed."""
     crew, worker = watch.crew, entry.fault.target
-    life = crew.start_worker(worker, is_guest=True)
+    incarnation = crew.start_worker(worker, is_newcomer=True)
 
     def has_left() -> None:
         entry.is_over = True
@@ -119,15 +123,15 @@ def _newcomer(watch: RunWatch, entry: Injected) -> None:
         if entry.fault.kind is Kind.PASSER:
             crew.kill_worker(worker)
         else:
-            life.child.tell("rest")
-            watch.when(lambda: life.ended_at is not None, has_left)
+            incarnation.child.tell("rest")
+            watch.when(lambda: incarnation.ended_at is not None, has_left)
         entry.at = time.monotonic()
 
     def stay() -> None:
         until = watch.rounds + STAY_ROUNDS
         watch.when(lambda: watch.rounds >= until, go)
 
-    watch.when(lambda: life.joined_at is not None, stay)
+    watch.when(lambda: incarnation.joined_at is not None, stay)
 
 
 def _fill_disk(watch: RunWatch, entry: Injected) -> None:

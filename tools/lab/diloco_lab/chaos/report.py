@@ -6,8 +6,8 @@ A report is the document in MODE.json. Each broken promise is one sentence with 
 inner step on one fragment, so with P fragments a step counts P times: once for each fragment whose
 pseudo-gradient must carry it. A pseudo-gradient carries the steps since the last one of its fragment; it
 is applied if all of it is in the lineage of the final version, and a part of it counts as nothing. That
-holds in every mode; asynchronous runs of the drill have P = 1. Steps of killed lives are known from a
-file that each step writes.
+holds in every mode; asynchronous runs of the drill have P = 1. Steps of killed incarnations are known
+from a file that each step writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from diloco_lab.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
-from diloco_lab.chaos.crew import Life
+from diloco_lab.chaos.crew import Incarnation
 from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
 from diloco_lab.driver.tables import Table, table_of
 
@@ -48,7 +48,7 @@ def new_report(mode: str, allowed: int) -> Report:
         "contributions": 0,
         "seconds": 0.0,
         "useful_work": {"all": work(0, 0), "not_killed": work(0, 0)},
-        "kills": [],  # for each: the life, inner steps trained in it, and those in no version
+        "kills": [],  # for each: the incarnation, inner steps trained in it, and those in no version
         "allowed_steps_a_kill": allowed,
         "averaged": {"alive": 0, "averaged": 0, "share": 1.0},
         "faults": [],  # see `verdict`
@@ -68,7 +68,7 @@ def work(trained: int, applied: int) -> dict[str, Any]:
 def work_of(
     steps: int, log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], fragments: int
 ) -> dict[str, Any]:
-    """The inner steps of one life; `entered` are the contributions to the final versions."""
+    """The inner steps of one incarnation; `entered` are the contributions to the final versions."""
     applied = 0
     for push_id, frozen in log.frozen.items():
         parts = entered.get((log.worker, push_id), ())
@@ -78,7 +78,9 @@ def work_of(
 
 
 def averaged(
-    versions: Sequence[tuple[float, Collection[str]]], lives: Sequence[Life], window: int = 1
+    versions: Sequence[tuple[float, Collection[str]]],
+    incarnations: Sequence[Incarnation],
+    window: int = 1,
 ) -> dict[str, Any]:
     """The number of workers alive throughout a round that its version contains, over all rounds.
 
@@ -91,7 +93,7 @@ def averaged(
     for end in range(window, len(versions), window):
         start_at, end_at = versions[end - window][0], versions[end][0]
         inside = {name for _, names in versions[end - window + 1 : end + 1] for name in names}
-        there = {e.worker for e in lives if e.is_alive_throughout(start_at, end_at)}
+        there = {e.worker for e in incarnations if e.is_alive_throughout(start_at, end_at)}
         alive += len(there)
         hits += len(there & inside)
     return {"alive": alive, "averaged": hits, "share": hits / alive if alive else 1.0}
@@ -147,9 +149,9 @@ def problems(report: Report, least_rounds: int) -> Iterator[str]:
             )
     if report["audit"] is not None:
         yield from report["audit"]["problems"]
-    for life, said in report["tapes"].items():
+    for incarnation, said in report["tapes"].items():
         if said:
-            yield f"The tape of {life} does not replay: {said}"
+            yield f"The tape of {incarnation} does not replay: {said}"
     if report["ending"] is not None:
         yield from _of_the_end(report["ending"])
         yield from _of_figures(report, least_rounds)
@@ -251,14 +253,14 @@ def _cells(report: Report) -> dict[str, str]:
     average, tapes = report["averaged"], report["tapes"].values()
     share = f"{average['averaged']} of {average['alive']} = {average['share']:.1%}"
     return {
-        "lives not killed (goal 1.0)": _work(report["useful_work"]["not_killed"]),
-        "all lives": _work(report["useful_work"]["all"]),
+        "incarnations not killed (goal 1.0)": _work(report["useful_work"]["not_killed"]),
+        "all incarnations": _work(report["useful_work"]["all"]),
         "steps lost, kill by kill": f"{lost} (at most {report['allowed_steps_a_kill']})",
         "rounds, contributions": f"{report['rounds']:.0f}, {report['contributions']}",
         f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})": share if average["alive"] else "-",
         "counted twice, lost, other findings": findings,
         "dropped for a reason, forgotten": told,
         "same version, bit for bit": same,
-        "tapes of the broker's lives that replay": f"{sum(not each for each in tapes)} of {len(tapes)}",
+        "tapes of the broker that replay": f"{sum(not each for each in tapes)} of {len(tapes)}",
         "seconds": f"{report['seconds']:.0f}",
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from diloco_lab.chaos.audit import BROKER_LOG, Record
-from diloco_lab.chaos.crew import AUDIT, Crew, Life
+from diloco_lab.chaos.crew import AUDIT, Crew, Incarnation
 from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
@@ -64,24 +64,24 @@ class RunWatch:
         """Read new records, and carry out due actions."""
         now = time.monotonic()
         self.seen += [(now, each) for each in self._log.new() if each["after"] is not None]
-        for life in self.crew.lives:
-            if life.ended_at is None:
-                self._look_at(life, now)
+        for incarnation in self.crew.incarnations:
+            if incarnation.ended_at is None:
+                self._look_at(incarnation, now)
         for pair in list(self._put_off):
             condition, action = pair
             if condition():
                 self._put_off.remove(pair)
                 action()
 
-    def _look_at(self, life: Life, now: float) -> None:
-        log = self._logs.setdefault(life.name, JsonLines(life.file(AUDIT)))
+    def _look_at(self, incarnation: Incarnation, now: float) -> None:
+        log = self._logs.setdefault(incarnation.name, JsonLines(incarnation.file(AUDIT)))
         for record in log.new():
-            if record["event"] == "joined" and life.joined_at is None:
-                life.joined_at = now
+            if record["event"] == "joined" and incarnation.joined_at is None:
+                incarnation.joined_at = now
             elif record["event"] == "left":
-                life.ended_at = now
-        if life.ended_at is None and not life.child.running:
-            raise Broken(str(life.child.failure()))
+                incarnation.ended_at = now
+        if incarnation.ended_at is None and not incarnation.child.running:
+            raise Broken(str(incarnation.child.failure()))
 
     def wait_until(
         self, condition: Callable[[], bool], seconds: float, sentence: str, every: float = TURN_S
@@ -123,14 +123,14 @@ class RunWatch:
             time.sleep(TURN_S)
             self.look()
 
-    def await_joined(self, worker: str) -> Life:
-        """Wait until the latest life of a worker takes part."""
+    def await_joined(self, worker: str) -> Incarnation:
+        """Wait until the latest incarnation of a worker takes part."""
 
         def takes_part() -> bool:
-            life = self.crew.life(worker)
-            return life.joined_at is not None and life.ended_at is None
+            incarnation = self.crew.incarnation(worker)
+            return incarnation.joined_at is not None and incarnation.ended_at is None
 
         seconds = self.stretched(STANDSTILL_S)
         sentence = f"{worker} did not join within {seconds:g} s."
         self.wait_until(takes_part, STANDSTILL_S, sentence)
-        return self.crew.life(worker)
+        return self.crew.incarnation(worker)

@@ -25,7 +25,7 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters, WorkerOp
 CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that rounds are short
 BATCH = 4
 LEARNING_RATE = 2e-3
-WARMUP = 10  # steps of each life: AdamW has no state in the beginning
+WARMUP = 10  # steps of each incarnation: AdamW has no state in the beginning
 PATIENCE_S = 30.0  # without a sign of life of the broker
 FORCES = 3  # attempts to get the last steps in
 
@@ -43,7 +43,7 @@ class StepCount:
 
 
 class DrillWorker:
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         torch.set_num_threads(1)  # several of these share one machine

@@ -54,7 +54,7 @@ def no_key(scene: Scene) -> None:
                 scene.tally.ended += 1
         with contextlib.suppress(OSError):  # it greets and then is silent
             held.append(RawPeer(scene.address, scene.tally, mechanism=b"CURVE"))
-        _must_be_silent(scene, None, "a stranger without a key", "victim")
+        _must_be_silent(scene, None, "an unauthenticated peer without a key", "victim")
 
     held: list[RawPeer] = []
     try:

@@ -1,4 +1,4 @@
-"""The exchange: in fragments, in few bits, and its bytes."""
+"""The exchange: in fragments, quantized, and its bytes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import torch
 import zmq
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.shell.connection_watch import MOST_STRANGERS
+from diloco_broker.shell.connection_watch import MOST_UNAUTHENTICATED
 from diloco_broker.shell.process_memory import give_back_freed_memory, rss_bytes
 from diloco_broker.storage.history import HISTORY
 from diloco_protocol.clients.operator import Operator
@@ -136,7 +136,7 @@ def test_message_of_many_empty_frames_is_dropped_and_its_sender_with_it(broker: 
     assert cpu_s(broker) - before < CPU_S
 
 
-def test_large_frames_of_strangers_take_no_memory(broker: Broker) -> None:
+def test_large_frames_of_unauthenticated_peers_take_no_memory(broker: Broker) -> None:
     memory = held_bytes()
     with contextlib.ExitStack() as stack:
         crowd = [
@@ -155,7 +155,7 @@ def test_crowd_that_says_nothing_leaves_room_for_workers_and_displays(broker: Br
         for address in (broker.address, broker.feed_address):
             crowd = [
                 stack.enter_context(contextlib.closing(connected(address)))
-                for _ in range(MOST_STRANGERS + 2 + 40)
+                for _ in range(MOST_UNAUTHENTICATED + 2 + 40)
             ]
             # A greeting comes to each; the oldest are ended.
             assert all(is_ended(made) for made in crowd[:20])

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from diloco_broker.shell.receive_queue import ROOM, SAVED_AT_MOST_S, SHARE, ReceiveQueue
 from diloco_broker.shell.sockets import Incoming
-from diloco_broker.shell.strangers import ROOM, SAVED_AT_MOST_S, SHARE, Intake
 
 COST_S = 0.005
-STRANGER, OTHER, MEMBER = b"stranger", b"other", b"member"
+UNAUTHENTICATED, OTHER, MEMBER = b"stranger", b"other", b"member"
 
 
 class Shell:
-    """An intake that charges each message of a stranger with `COST_S`, and what it did."""
+    """An intake that charges each message of an unauthenticated peer with `COST_S`, and what it did."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.members = {MEMBER}
         self.taken: list[bytes] = []
         self.ended: list[bytes] = []
-        self.intake = Intake(
+        self.intake = ReceiveQueue(
             lambda route: route in self.members,
             lambda message: self.taken.append(message.route),
             lambda route, _: self.ended.append(route),
@@ -26,15 +26,15 @@ class Shell:
 
     def sends(self, route: bytes, count: int = 1, size: int = 1) -> None:
         for _ in range(count):
-            is_of_stranger = route not in self.members
-            self.intake.deliver(Incoming(route, [bytes(size)], None, is_of_stranger), self.now)
+            is_unauthenticated = route not in self.members
+            self.intake.deliver(Incoming(route, [bytes(size)], None, is_unauthenticated), self.now)
 
     def catches_up(self, *, is_idle: bool = True) -> None:
         self.intake.catch_up(lambda: self.now, 10.0, is_idle=is_idle)
 
 
 def spent() -> Shell:
-    """One in which strangers have just used up their share."""
+    """One in which unauthenticated peers have just used up their share."""
     shell = Shell()
     shell.sends(b"early", int(SAVED_AT_MOST_S / COST_S) + 1)
     shell.catches_up()
@@ -44,7 +44,7 @@ def spent() -> Shell:
 
 def test_flood_waits_and_a_member_does_not() -> None:
     shell = Shell()
-    shell.sends(STRANGER, 500)
+    shell.sends(UNAUTHENTICATED, 500)
     assert len(shell.taken) <= SAVED_AT_MOST_S / COST_S + 1
     shell.sends(MEMBER)
     assert shell.taken[-1] == MEMBER
@@ -52,7 +52,7 @@ def test_flood_waits_and_a_member_does_not() -> None:
 
 def test_waiting_messages_are_taken_at_the_rate_of_the_share() -> None:
     shell = spent()
-    shell.sends(STRANGER, 500)
+    shell.sends(UNAUTHENTICATED, 500)
     for _ in range(1000):
         shell.now += 0.01
         shell.catches_up(is_idle=False)
@@ -63,14 +63,14 @@ def test_waiting_messages_are_taken_at_the_rate_of_the_share() -> None:
 
 def test_messages_of_one_connection_stay_in_order() -> None:
     shell = spent()
-    shell.sends(STRANGER)
-    shell.members.add(STRANGER)
+    shell.sends(UNAUTHENTICATED)
+    shell.members.add(UNAUTHENTICATED)
     shell.now = 100.0  # there is time again
-    shell.sends(STRANGER)
+    shell.sends(UNAUTHENTICATED)
     shell.sends(OTHER)
     assert not shell.taken
     shell.catches_up()
-    assert shell.taken == [STRANGER, STRANGER, OTHER] and not shell.intake
+    assert shell.taken == [UNAUTHENTICATED, UNAUTHENTICATED, OTHER] and not shell.intake
     shell.sends(OTHER)
     assert shell.taken[-1] == OTHER and not shell.intake
 
@@ -78,10 +78,10 @@ def test_messages_of_one_connection_stay_in_order() -> None:
 def test_peer_with_the_most_waiting_messages_is_disconnected() -> None:
     shell = spent()
     shell.sends(OTHER)
-    shell.sends(STRANGER, ROOM - 1)
+    shell.sends(UNAUTHENTICATED, ROOM - 1)
     assert not shell.ended
-    shell.sends(STRANGER)
-    assert shell.ended == [STRANGER]
+    shell.sends(UNAUTHENTICATED)
+    assert shell.ended == [UNAUTHENTICATED]
     shell.catches_up()
     assert shell.taken == [OTHER]
 
@@ -92,9 +92,9 @@ def test_four_descriptions_at_once_may_wait_and_the_loudest_by_bytes_goes() -> N
     for route in (b"a", b"b", b"c", b"d"):
         shell.sends(route, 171, 48 << 10)
     assert not shell.ended
-    shell.sends(STRANGER, 319, 48 << 10)
+    shell.sends(UNAUTHENTICATED, 319, 48 << 10)
     assert not shell.ended
-    shell.sends(STRANGER, 1, 48 << 10)
-    assert shell.ended == [STRANGER]
+    shell.sends(UNAUTHENTICATED, 1, 48 << 10)
+    assert shell.ended == [UNAUTHENTICATED]
     shell.catches_up()
     assert len(shell.taken) == 1 + 4 * 171

@@ -13,12 +13,12 @@ from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Progress, Standing
 from kit.core_harness import Stage, a_config, a_round, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS
-from kit.restarts import MODES, a_saved_run, ahead, next_life
+from kit.restarts import MODES, a_saved_run, ahead, next_incarnation
 
 
 def test_first_round_waits_for_all_workers_and_then_goes_on_with_those_that_came() -> None:
     crashed = a_saved_run("a", "b", "c", rounds=1)
-    stage, (a, b) = next_life(crashed, "a", "b", recover_wait=5.0)
+    stage, (a, b) = next_incarnation(crashed, "a", "b", recover_wait=5.0)
     stage.passes(5.2)
     assert stage.round.number == 1
     a_round([a, b], 1)
@@ -32,7 +32,7 @@ def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
     a_round([a, b, c], 0)
     c.leaves()
     a_round([a, b], 1)
-    stage, (a, b) = next_life(crashed, "a", "b")
+    stage, (a, b) = next_incarnation(crashed, "a", "b")
     stage.passes(0.2)
     a_round([a, b], 2)
     assert stage.version().counter == 3, "all that the checkpoint knows are back: no wait"
@@ -43,7 +43,7 @@ def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
     crashed = a_stage(workers=2, chunks=2, save_dir="run")
     crashed.joined("a")
     assert crashed.saves == [0]
-    stage, (a,) = next_life(crashed, "a", recover_wait=2.0)
+    stage, (a,) = next_incarnation(crashed, "a", recover_wait=2.0)
     stage.passes(5.0)
     a.pushes(1)
     stage.passes(5.0)
@@ -54,7 +54,7 @@ def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
 
 def test_floor_of_the_run_holds_after_a_restart() -> None:
     crashed = a_saved_run("a", "b", "c", rounds=1, min_workers=2)
-    stage, (a,) = next_life(crashed, "a", recover_wait=5.0)
+    stage, (a,) = next_incarnation(crashed, "a", recover_wait=5.0)
     stage.passes(5.2)
     a.pushes(11)
     for _ in range(5):
@@ -69,7 +69,7 @@ def test_floor_of_the_run_holds_after_a_restart() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str) -> None:
     crashed = a_saved_run("a", "b", rounds=1, **MODES[mode])
-    stage, (a, b) = next_life(crashed, "a", "b", wire_dtype="bf16")
+    stage, (a, b) = next_incarnation(crashed, "a", "b", wire_dtype="bf16")
     a.pushes(11, wire_dtype="fp32")
     b.begins(12, wire_dtype="bf16")
     b.delivers([0, 1], size=2 * CHUNK_ELEMENTS)
@@ -87,7 +87,7 @@ def test_buffer_is_dropped_exactly_when_what_is_adopted_has_it(
     crashed = a_saved_run("a", rounds=had, outer="dn", dn_buffer=size)
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=lost))
-    a.donates()
+    a.seeds()
     crossed = any(count % size == 0 for count in range(had + 1, had + lost + 1))
     assert (stage.tensors.reverted == [ForgetBuffer(0)]) == crossed
     assert bool(stage.tensors.reverted) == crossed
@@ -108,7 +108,7 @@ def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
     assert crashed.counters == [1, 1]
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f1=1))
-    a.donates(1)
+    a.seeds(1)
     assert stage.tensors.reverted == [ForgetBuffer(1)]
 
 
@@ -142,7 +142,7 @@ def test_frozen_parameters_come_from_the_checkpoint() -> None:
     fresh = stage.worker("new").joins()
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=1))
     assert a.asked_for == [0]
-    a.donates()
+    a.seeds()
     assert stage.version(1) == crashed.version(1)
     fresh.pulls(fragment=1)
     assert {chunk.fragment for chunk, _ in fresh.chunks} == {1}
@@ -181,7 +181,7 @@ IS_SPOILED = 1  # in this round one of the pushes is not finite
 def makes_a_version(stage: Stage, number: int) -> None:
     """Workers push what depends on the number alone, until there is a version."""
     dice, config = Random(number), stage.config
-    has_rounds = config.mode == "sync" or config.grace > 0
+    has_rounds = config.mode == "sync" or config.fixed_grace > 0
     fragment = number % config.num_fragments
     base = stage.version(fragment)
     for place, name in enumerate(WORKERS):
@@ -195,7 +195,7 @@ def makes_a_version(stage: Stage, number: int) -> None:
             stage.puppets[name].delivers([0], is_finite=False)
         else:
             stage.puppets[name].pushes(push_id, squares=squares, **told)
-    stage.passes(config.grace + 0.2)
+    stage.passes(config.fixed_grace + 0.2)
 
 
 def is_written(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""What workers hold where replies are in few bits, and how it follows the master parameters."""
+"""What workers hold where replies are quantized, and how it follows the master parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco_broker.core.events import Stepped
 from diloco_broker.core.versions.reply import Coded
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import FragmentTensors, Parameters
-from diloco_broker.tensors.shadow import SHADOW
+from diloco_broker.tensors.replica import REPLICA
 from diloco_protocol import Kind, Manifest, TensorEntry
 from diloco_protocol.chunks import lay_out
 from diloco_protocol.tensors.codecs import as_bytes, checksum
@@ -18,7 +18,7 @@ from diloco_worker.model.flat_state import FlatState
 from kit import raw_codecs
 from kit.chunked_model import fold
 
-FEW_BITS = ["int8", "int4", "int4z"]
+QUANTIZED = ["int8", "int4", "int4z"]
 ELEMENTS, CHUNK = 400, 300
 ENTRIES = (
     TensorEntry("w", (ELEMENTS,), "float32", Kind.TRAINABLE),
@@ -64,32 +64,32 @@ def wholes(made: Parameters) -> Tensor:
     return torch.cat([torch.frombuffer(each.whole, dtype=torch.float32) for each in wires])
 
 
-@pytest.mark.parametrize("reply", FEW_BITS)
-def test_shadow_follows_the_master_as_in_plain_python(reply: str) -> None:
+@pytest.mark.parametrize("reply", QUANTIZED)
+def test_replica_follows_the_master_as_in_plain_python(reply: str) -> None:
     torch.manual_seed(0)
     model = torch.randn(ELEMENTS)
     made = broker(reply, model)
-    shadow = model.clone()
+    replica = model.clone()
     reader = FlatState(PART, {PARAMETERS[0].segment: model.clone()})
     for count in range(4):
         done = stepped(made, 0.1 * torch.randn(ELEMENTS), count)
         for span, each in zip(PARAMETERS, done, strict=True):
-            apart = cut(masters(made), span.index) - cut(shadow, span.index)
+            apart = cut(masters(made), span.index) - cut(replica, span.index)
             wanted = raw_codecs.encode(apart.tolist(), reply)
             code = each.wire.code
             assert bytes(code) == wanted or reply == "int4z"
             read = torch.tensor(raw_codecs.decode(bytes(code), reply, span.elements))
-            shadow[span.start : span.stop] += read
-            assert each.wire.checksum == checksum(cut(shadow, span.index))
+            replica[span.start : span.stop] += read
+            assert each.wire.checksum == checksum(cut(replica, span.index))
             told = reader.follow(span.index, reader, memoryview(code), (code.nbytes,), reply)
             assert told == each.wire.checksum
-        assert torch.equal(wholes(made), shadow)
-        assert torch.equal(reader.vectors[PARAMETERS[0].segment], shadow)
-    assert not torch.equal(masters(made), shadow)
+        assert torch.equal(wholes(made), replica)
+        assert torch.equal(reader.vectors[PARAMETERS[0].segment], replica)
+    assert not torch.equal(masters(made), replica)
 
 
-@pytest.mark.parametrize("reply", FEW_BITS)
-def test_shadow_comes_nearer_with_each_version_in_which_nothing_is_learnt(reply: str) -> None:
+@pytest.mark.parametrize("reply", QUANTIZED)
+def test_replica_comes_nearer_with_each_version_in_which_nothing_is_learnt(reply: str) -> None:
     torch.manual_seed(0)
     made = broker(reply, torch.randn(ELEMENTS))
     stepped(made, torch.randn(ELEMENTS), 0)
@@ -117,7 +117,7 @@ def test_chunk_that_no_difference_leads_to_goes_whole() -> None:
 
 
 def with_masters(made: Parameters, values: Tensor) -> FragmentTensors:
-    """What a checkpoint has, with these masters and the shadow that there is."""
+    """What a checkpoint has, with these masters and the replica that there is."""
     kept = made.fragment_tensors(0)
     chunks = [
         cut(values, span.index) if span in PARAMETERS else kept.chunks[span.index]
@@ -126,7 +126,7 @@ def with_masters(made: Parameters, values: Tensor) -> FragmentTensors:
     return FragmentTensors(chunks, kept.outer)
 
 
-@pytest.mark.parametrize("reply", FEW_BITS)
+@pytest.mark.parametrize("reply", QUANTIZED)
 def test_run_goes_on_from_a_checkpoint_with_both(reply: str) -> None:
     torch.manual_seed(0)
     model, deltas = torch.randn(ELEMENTS), [torch.randn(ELEMENTS) for _ in range(3)]
@@ -150,11 +150,11 @@ def test_run_that_goes_back_to_whole_replies_goes_on_from_what_workers_hold() ->
     again = Parameters(LAYOUT, Nesterov(1.0, 0.0), wire="fp32", reply="fp32")
     again.put_back(0, made.fragment_tensors(0))
     assert torch.equal(masters(again), wholes(made))
-    assert SHADOW not in again.fragment_tensors(0).outer
+    assert REPLICA not in again.fragment_tensors(0).outer
 
 
 @pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
-def test_run_that_goes_on_in_few_bits_begins_at_what_workers_hold(before: str) -> None:
+def test_run_that_goes_on_quantized_begins_at_what_workers_hold(before: str) -> None:
     """So a version has the same contents for who has it already and for who comes now."""
     torch.manual_seed(0)
     made = broker(before, torch.randn(ELEMENTS))
@@ -173,7 +173,7 @@ def test_buffers_and_integers_travel_as_they_are() -> None:
     assert not any(isinstance(wire, Coded) for wire in made.wires(0)[2:])
 
 
-@pytest.mark.parametrize("reply", FEW_BITS)
+@pytest.mark.parametrize("reply", QUANTIZED)
 def test_reader_of_a_model_with_negative_zeros_holds_the_same_bits(reply: str) -> None:
     """As after pruning by a mask: w * 0 is -0.0 where w is negative."""
     torch.manual_seed(3)

@@ -1,8 +1,8 @@
-"""Quantized replies: a shadow of the master parameters, which every worker replicates bit for bit.
+"""Quantized replies: a replica of the master parameters, which every worker replicates bit for bit.
 
-EF21-P (Gruntkowska et al. 2022, arXiv 2209.15218). x is the master, in fp32; w its shadow. After each
+EF21-P (Gruntkowska et al. 2022, arXiv 2209.15218). x is the master, in fp32; w its replica. After each
 outer step c = C(x - w) is sent, and w <- w + D(c) is applied here and at each worker. The quantization
-error stays in x - w, and is sent with the next step, so the shadow follows the master. Replicas never
+error stays in x - w, and is sent with the next step, so the replica follows the master. Replicas never
 drift apart, because the product of code and scale is exact in fp32 and the sum is rounded identically.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from diloco_broker.core.versions.reply import Coded
 from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol.chunks import ChunkSpan, Segment
-from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.dtypes import is_quantized
 from diloco_protocol.tensors.codecs import as_bytes, checksum, follow
 
-# Name of the shadow in a checkpoint.
-SHADOW = "shadow"
+# Name of the replica in a checkpoint.
+REPLICA = "shadow"
 
 
 @dataclass(eq=False, repr=False)
-class Shadows:
-    """The shadow of each chunk of parameters, by fragment and index; empty unless replies are quantized.
+class Replicas:
+    """The replica of each chunk of parameters; empty unless replies are quantized.
 
-    `reply` is the dtype of parameters in replies. A shadow is never modified: a step makes a new one.
+    `reply` is the dtype of parameters in replies. A replica is never modified: a step makes a new one.
     """
 
     reply: str
@@ -37,12 +37,12 @@ class Shadows:
         self._values: dict[tuple[int, int], Tensor] = {}
 
     def has(self, span: ChunkSpan) -> bool:
-        """Whether a chunk is sent as a difference from its shadow."""
-        return in_few_bits(self.reply) and span.segment is Segment.PARAMETERS
+        """Whether a chunk is sent as a difference from its replica."""
+        return is_quantized(self.reply) and span.segment is Segment.PARAMETERS
 
-    def put(self, fragment: int, index: int, shadow: Tensor) -> None:
+    def put(self, fragment: int, index: int, replica: Tensor) -> None:
         """Set the values that workers hold."""
-        self._values[fragment, index] = shadow
+        self._values[fragment, index] = replica
 
     def forget(self, fragment: int) -> None:
         for key in [key for key in self._values if key[0] == fragment]:
@@ -57,19 +57,19 @@ class Shadows:
         return _whole(self._values[fragment, index])
 
     def kept(self, fragment: int, count: int) -> Mapping[str, list[Tensor | None]]:
-        """The shadows of a fragment for a checkpoint, by name; empty if it has none."""
+        """The replicas of a fragment for a checkpoint, by name; empty if it has none."""
         found = [self.of(fragment, index) for index in range(count)]
-        return {SHADOW: found} if any(each is not None for each in found) else {}
+        return {REPLICA: found} if any(each is not None for each in found) else {}
 
 
 @torch.no_grad()
-def followed(reply: str, shadow: Tensor, master: Tensor) -> tuple[Tensor, Coded]:
-    """Move the shadow of a chunk towards its master; returns the new shadow and its wire form.
+def followed(reply: str, replica: Tensor, master: Tensor) -> tuple[Tensor, Coded]:
+    """Move the replica of a chunk towards its master; returns the new replica and its wire form.
 
     If no fp32 difference leads from one to the other, the chunk is sent in full.
     """
-    moved = empty_like(shadow)
-    found = follow(reply, master, shadow, moved, lambda count: empty(count, torch.uint8))
+    moved = empty_like(replica)
+    found = follow(reply, master, replica, moved, lambda count: empty(count, torch.uint8))
     return (moved, Coded(as_bytes(moved), *found)) if found else (master, _whole(master))
 
 

@@ -1,4 +1,4 @@
-"""Intake: delivers received messages, those of unauthenticated peers within a share of the time.
+"""The receive queue: delivers messages, those of unauthenticated peers within a share of the time.
 
 Any peer may send a `join` that takes 5 ms to read, or ask for the status at any rate. All peers that
 have not joined get a tenth of the loop's time together, and what members and tensor work leave.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_broker.shell.sockets import Incoming
-from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAY_BE_LONG, SHORT
+from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_UNAUTHENTICATED, MAY_BE_LONG, SHORT
 
 # Share of the loop's time, and the seconds of it that may accumulate: enough for 100 simultaneous joins.
 SHARE = 0.1
@@ -25,7 +25,7 @@ ROOM_BYTES = 48 << 20
 A_MESSAGE = 1 << 10
 
 
-class Strangers:
+class Unauthenticated:
     """Waiting messages of unauthenticated peers, and their share. Times are of a monotonic clock."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Strangers:
 
     def comes_later(self, message: Incoming, now: float) -> bool:
         """Whether this message must be queued; messages of one connection stay in order."""
-        if not message.is_of_stranger:  # its peer joined after it sent the queued ones
+        if not message.is_unauthenticated:  # its peer joined after it sent the queued ones
             return message.route in self._bytes
         return bool(self._waiting) or not self.has_time(now)
 
@@ -72,7 +72,7 @@ class Strangers:
         return message
 
 
-class Intake:
+class ReceiveQueue:
     """Delivers messages in turn.
 
     Args:
@@ -91,29 +91,29 @@ class Intake:
         least_s: float = 0.0,
     ) -> None:
         self._knows, self._take, self._end, self._least_s = knows, take, end, least_s
-        self._strangers = Strangers()
+        self._unauthenticated = Unauthenticated()
 
     def __bool__(self) -> bool:
         """Whether messages wait."""
-        return bool(self._strangers)
+        return bool(self._unauthenticated)
 
     def deliver(self, incoming: Incoming, now: float) -> None:
         """Handle a message now or later."""
         if incoming.is_left_behind and not self._knows(incoming.route):
             return  # the last message of a member counts; of others there may be thousands
-        if not (incoming.is_of_stranger or self._strangers):
+        if not (incoming.is_unauthenticated or self._unauthenticated):
             self._take(incoming)
-        elif self._strangers.comes_later(incoming, now):
+        elif self._unauthenticated.comes_later(incoming, now):
             longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
-            if longest > LONGEST_OF_A_STRANGER and not self._knows(incoming.route):
+            if longest > LONGEST_UNAUTHENTICATED and not self._knows(incoming.route):
                 self._end(
                     incoming.route, "a message too long to wait, of a peer that had not joined"
                 )
                 return
-            loudest = self._strangers.put_off(incoming)
+            loudest = self._unauthenticated.put_off(incoming)
             if loudest is not None:
                 self._end(loudest, "too many messages of a peer that had not joined")
-        elif incoming.is_of_stranger:
+        elif incoming.is_unauthenticated:
             self._take_timed(incoming)
         else:
             self._take(incoming)
@@ -121,15 +121,15 @@ class Intake:
     def catch_up(self, clock: Callable[[], float], seconds: float, *, is_idle: bool) -> None:
         """Handle waiting messages for `seconds` at most, within their share unless the loop is idle."""
         until = time.perf_counter() + seconds
-        while self._strangers and (is_idle or self._strangers.has_time(clock())):
-            self._take_timed(self._strangers.next())
+        while self._unauthenticated and (is_idle or self._unauthenticated.has_time(clock())):
+            self._take_timed(self._unauthenticated.next())
             if time.perf_counter() > until:
                 return
 
     def _take_timed(self, incoming: Incoming) -> None:
         began = time.thread_time()
         self._take(incoming)
-        self._strangers.spend(max(self._least_s, time.thread_time() - began))
+        self._unauthenticated.spend(max(self._least_s, time.thread_time() - began))
 
     def longest_header(self, route: bytes, frames: Sequence[Any]) -> int:
         """The longest header that this connection may send, in bytes."""
@@ -139,7 +139,7 @@ class Intake:
         if self._knows(route):
             return LONGEST_OF_A_MEMBER
         beginning = bytes(header[:32])
-        return LONGEST_OF_A_STRANGER if any(kind in beginning for kind in MAY_BE_LONG) else SHORT
+        return LONGEST_UNAUTHENTICATED if any(kind in beginning for kind in MAY_BE_LONG) else SHORT
 
 
 def _size(message: Incoming) -> int:

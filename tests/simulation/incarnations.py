@@ -32,21 +32,25 @@ class Published:
     ledger: Ledger
 
 
-class Lives:
+class Incarnations:
     """See the head of this module. `records` are all pushes that were ever offered."""
 
     def __init__(self, config: BrokerConfig, records: dict[Key, Record], disk: Disk | None) -> None:
         self.config = config
         self.tensors = Tensors(config, records)  # of the current incarnation
         self.number = 0  # of the current incarnation, from 1
-        self.adoptions = 0  # fragments that a life took from a worker although a run existed
+        self.adoptions = (
+            0  # fragments that an incarnation took from a worker although a run existed
+        )
         self.keys: dict[int, Key] = {}  # of all pushes, by push id
         self._records = records
-        self._heard: dict[str, int] = {}  # the last life that had a run when it welcomed a process
+        self._heard: dict[
+            str, int
+        ] = {}  # the last incarnation that had a run when it welcomed a process
         self._disk = disk
         self._checkpoint: Checkpoint | None = None
         self._owner_of: Callable[[bytes], str] = str
-        self.first: dict[int, VersionId] = {}  # what this life began with, by fragment
+        self.first: dict[int, VersionId] = {}  # what this incarnation began with, by fragment
         self._told: dict[int, list[Contents]] = {}  # the newest that any worker was told of
 
     def begins(
@@ -73,7 +77,7 @@ class Lives:
         published: Mapping[tuple[int, VersionId], Published],
         processes: frozenset[str],
     ) -> None:
-        """The first version of a fragment in this life, among all versions that were `published`.
+        """The first version of a fragment in this incarnation, among all versions that were `published`.
 
         `processes` are the names of those that are alive.
         """
@@ -143,7 +147,7 @@ class Lives:
         here: Iterable[Member],
         processes: frozenset[str],
     ) -> None:
-        """What was counted before and is not in the version that this life begins with."""
+        """What was counted before and is not in the version that this incarnation begins with."""
         fragment = versions.layout.fragment
         chunks = [wire.contents for wire in versions.wires]
         if self.config.durable:
@@ -170,7 +174,7 @@ class Lives:
             # Another branch of the run may be as long. A worker that has met a broker that
             # went on without this branch must not bring it back.
             donors = [o for o, m in owners.items() if m.versions[fragment] == chosen]
-            knew = [o for o in donors if self._heard.get(o, 0) >= record.told_in_life]
+            knew = [o for o in donors if self._heard.get(o, 0) >= record.told_in_incarnation]
             demand(not knew, "{} brought {} back, {} had gone on: {}", knew, chosen, held, record)
 
     def counts_late(self, record: Record, began_with: Published) -> None:

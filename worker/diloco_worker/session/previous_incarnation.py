@@ -37,7 +37,7 @@ def names_unknown_push(ledger: Ledger, worker_id: str, known: Collection[int]) -
     return any(counted.push_id not in known for counted in ledger.pushes.get(worker_id, ()))
 
 
-class PreviousLife:
+class PreviousIncarnation:
     """The unverified fragments, and the pushes that are held back for them."""
 
     def __init__(self, held: Iterable[int] = ()) -> None:

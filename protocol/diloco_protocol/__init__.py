@@ -1,7 +1,7 @@
 """The protocol that broker and workers share: messages, frames, model layout, codecs, versions.
 
 Pure functions and records, without sockets, threads, clocks or torch, except for `clients` (talk to a
-broker over a socket) and `tensors` (torch). The specification is protocol/SPECIFICATION.md.
+broker over a socket) and `tensors` (torch). The specification is docs/specification.md.
 """
 
 from diloco_protocol.bitmap import Bitmap

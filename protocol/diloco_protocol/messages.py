@@ -1,7 +1,7 @@
 """All message kinds as typed, frozen records, and the codec of their headers.
 
 A header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, encoded by
-`records`. protocol/SPECIFICATION.md defines their meaning.
+`records`. docs/specification.md defines their meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantized codecs: blocks of 256 elements, each with a scale in bf16 (protocol/CODECS.md).
+"""Quantized codecs: blocks of 256 elements, each with a scale in bf16 (docs/codecs.md).
 
 A chunk has the scales of its blocks, then their codes; the last block is padded with zeros. A value is
 its code times its block's scale. bf16 has 8 significant bits and a code at most 7, so the product is

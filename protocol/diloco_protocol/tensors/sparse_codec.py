@@ -1,4 +1,4 @@
-"""Sparse codecs: the largest of each 4096 elements, an index and 2 bits each (protocol/CODECS.md).
+"""Sparse codecs: the largest of each 4096 elements, an index and 2 bits each (docs/codecs.md).
 
 Other elements decode to 0, and are sent with a later delta (error feedback), after SparseLoCo (Sarfi et
 al. 2025, arXiv 2508.15706). A block of 4096 has, in this order, of the K elements that it keeps:

@@ -31,7 +31,7 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULT
 # What pages use of the reader's machine: commands of others.
 OTHERS = {
     *("chown", "cp", "curl", "docker", "echo", "export", "journalctl", "kubectl", "mkdir"),
-    *("printf", "scp", "ssh", "systemctl", "useradd"),
+    *("printf", "scp", "sh", "ssh", "systemctl", "useradd"),
 }
 # `diloco-top --once`, `make demo`: in the middle of a sentence.
 SPAN = re.compile(r"`((?:[A-Z]+=\S+ )?(?:diloco(?:-[a-z]+)?|make|python -m)(?: [^`]*)?)`")

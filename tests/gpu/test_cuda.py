@@ -23,7 +23,6 @@ from kit.process_kit import Processes
 from kit.reference import Plan
 from kit.whole_run import an_mlp, batch, make_config, options_of, sgd, strided
 
-pytest_plugins = ("kit.process_fixtures",)
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

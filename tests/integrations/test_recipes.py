@@ -12,7 +12,7 @@ from kit.integrations import needs
 from kit.process_kit import Processes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
-pytest_plugins = ("kit.process_fixtures",)
+
 
 RECIPES = FOLDER / "recipes"
 SCRIPT = Path(__file__).parent / "recipe_script.py"

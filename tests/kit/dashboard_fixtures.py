@@ -25,18 +25,18 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def broker() -> Iterator[Broker]:
+def live_broker() -> Iterator[Broker]:
     with a_run() as (made, _):
         yield made
 
 
 @pytest.fixture
-def live_site(broker: Broker) -> Iterator[Site]:
-    with serving(broker.feed_address) as made:
+def live_site(live_broker: Broker) -> Iterator[Site]:
+    with serving(live_broker.feed_address) as made:
         yield made
 
 
 @pytest.fixture
 def live(live_site: Site, opened: Callable[..., Page]) -> Page:
-    """The page of `broker`, which two workers have joined, with the token."""
+    """The page of `live_broker`, which two workers have joined, with the token."""
     return opened(with_token(live_site))

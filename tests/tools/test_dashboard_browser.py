@@ -77,7 +77,7 @@ def is_drawn(page: Page, plot: str) -> bool:
 
 
 class TestLive:
-    def test_table_fills_and_a_kick_removes_a_worker(self, live: Page, broker: Broker) -> None:
+    def test_table_fills_and_a_kick_removes_a_worker(self, live: Page, live_broker: Broker) -> None:
         page = live
         sees(page, "#freshness b", "LIVE")
         rows = page.locator("#worker-box tbody tr")
@@ -98,7 +98,7 @@ class TestLive:
         page.locator("#ask-yes").click()
         sees(page, "#result-text", "w1 was removed")
         playwright.expect(rows).to_have_count(1, timeout=PATIENCE_MS)
-        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer:
+        with DiLoCoClient(live_broker.address, timeout=PATIENCE_S) as observer:
             workers = observer.status()["workers"]
         assert [worker["id"] for worker in workers] == ["w0"]
 
@@ -122,7 +122,7 @@ class TestLive:
         sees(page, "#counts", "3 wanted")
 
     @pytest.mark.usefixtures("impatient")
-    def test_shutdown_takes_the_name_of_the_run(self, live: Page, broker: Broker) -> None:
+    def test_shutdown_takes_the_name_of_the_run(self, live: Page, live_broker: Broker) -> None:
         page = live
         sees(page, "#freshness b", "LIVE")
         name = page.locator("#run").inner_text().removeprefix("run ")

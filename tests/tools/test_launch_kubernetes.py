@@ -34,8 +34,6 @@ from diloco_tools.launch.kubernetes.run import LABEL, KubernetesRun
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S, Processes, wait_for
 
-pytest_plugins = ("kit.process_fixtures",)
-
 SNAPSHOT = Path(__file__).parent / "snapshots" / "kubernetes.yaml"
 VERSIONS = ("1.29", "1.33")
 # Of jobset.x-k8s.io/v1alpha2 and monitoring.coreos.com/v1: every field that may be there, by its path.

@@ -19,8 +19,6 @@ from diloco_tools.launch.local.status import status_line
 from kit.examples import FOLDER
 from kit.process_kit import Child, Processes, wait_for
 
-pytest_plugins = ("kit.process_fixtures",)
-
 # Each test starts Python and torch several times.
 pytestmark = pytest.mark.timeout(240)
 WITHIN_S = 120.0

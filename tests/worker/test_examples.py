@@ -11,8 +11,6 @@ from diloco_worker import RUN_IS_OVER
 from kit.examples import BROKER, FOLDER, STEPS, losses, started, two_train
 from kit.process_kit import Child, Processes, a_free_address
 
-pytest_plugins = ("kit.process_fixtures",)
-
 
 @pytest.mark.parametrize(
     "name",

@@ -22,8 +22,6 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.process_kit import PATIENCE_S, Processes, wait_for
 from kit.whole_run import make_config
 
-pytest_plugins = ("kit.process_fixtures",)
-
 # Seconds that the broker waits for a worker whose connection broke, and a margin.
 GRACE_S, SOON_S = 0.5, 15.0
 

@@ -18,7 +18,7 @@ from kit.scripted_broker import Descent, ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.whole_run import make_config, run, trainees
 
-pytest_plugins = ("kit.worker_fixtures", "kit.process_fixtures")
+pytest_plugins = ("kit.worker_fixtures",)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

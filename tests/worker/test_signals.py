@@ -26,7 +26,7 @@ from kit.scripted_training import ScriptedTraining
 from kit.uniform_model import until
 from kit.whole_run import make_config
 
-pytest_plugins = ("kit.worker_fixtures", "kit.process_fixtures")
+pytest_plugins = ("kit.worker_fixtures",)
 
 # Time limit of "at once" and "within 10 s" on a busy machine.
 SOON_S = 30.0

@@ -12,8 +12,6 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from kit.process_kit import PATIENCE_S, Child, Processes
 
-pytest_plugins = ("kit.process_fixtures",)
-
 # Two rounds; in between the script configures logging, if an argument says so.
 TRAIN = """
 import logging, sys, torch

@@ -29,7 +29,6 @@ from kit.uniform_model import until
 from kit.whole_run import assert_same, joined, make_config, mlp, run, strided, trainees
 
 PATIENCE_S = 20.0
-pytest_plugins = ("kit.process_fixtures",)
 
 
 @pytest.fixture

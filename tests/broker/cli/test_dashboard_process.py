@@ -18,7 +18,6 @@ from diloco_protocol.roles import Peer, Role
 from kit.process_kit import Processes
 from kit.uniform_model import until
 
-pytest_plugins = ("kit.process_fixtures",)
 pytest.importorskip("uvicorn", reason="the extra `dashboard` is not installed")
 
 

@@ -13,8 +13,6 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from kit.process_kit import Processes, memory_kib, wait_for
 from kit.raw_worker import RawWorker, one_tensor
 
-pytest_plugins = ("kit.process_fixtures",)
-
 CLAIMED = 400_000_000  # elements: 4.8 GB with momentum and sums
 
 MEMORY = """

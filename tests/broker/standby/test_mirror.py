@@ -26,8 +26,6 @@ from diloco_protocol.messages import Error, Message, Result
 from kit.checkpoints import a_checkpoint, assert_equal
 from kit.process_kit import Processes, save_for_ever, wait_for
 
-pytest_plugins = ("kit.process_fixtures",)
-
 
 def options(folder: Path, **given: Any) -> BrokerConfig:
     anywhere = "tcp://127.0.0.1:*"

@@ -23,8 +23,6 @@ from kit.process_kit import LOCAL, a_free_address, wait_for
 from kit.reference import State
 from kit.whole_run import mlp
 
-pytest_plugins = ("kit.process_fixtures",)
-
 
 def a_config(folder: Path, **options: Any) -> BrokerConfig:
     return BrokerConfig(**{**LOCAL, "save_dir": str(folder), **options})

@@ -13,8 +13,6 @@ from diloco_worker.auto import AUTO, with_auto
 from kit.paths import KIT, ROOT
 from kit.process_kit import Child, Processes
 
-pytest_plugins = ("kit.process_fixtures",)
-
 # Trains for the given number of steps; the seed is that of its parameters.
 TRAIN = """
 import sys, torch

@@ -24,9 +24,6 @@ from diloco_worker.launching import (
 )
 from kit.process_kit import Child, Processes, wait_for
 
-pytest_plugins = ("kit.process_fixtures",)
-
-
 SERVER = ("--server", "127.0.0.1:1")
 # Prints its variables, and ends with the given code.
 SHOW = """

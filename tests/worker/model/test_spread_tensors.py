@@ -15,8 +15,6 @@ import torch
 from kit.process_kit import Processes
 from kit.spread_cases import main
 
-pytest_plugins = ("kit.process_fixtures",)
-
 BOUND_S = 110  # for all cases of one number of processes
 
 

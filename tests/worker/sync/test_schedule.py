@@ -122,9 +122,9 @@ def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
         # A late worker catches up as far as rounds are known to be over.
         (3, "push, granted 0 new 9", 7),
         (3, "push, granted 0 new 9, made 9, merged 0", 10),
-        (1, "push, carried 0 5, made 5, merged 0", 6),
-        (3, "push, carried 0 3", 1),
-        (3, "push, carried 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1", 4),
+        (1, "push, deferred 0 5, made 5, merged 0", 6),
+        (3, "push, deferred 0 3", 1),
+        (3, "push, deferred 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1", 4),
         (3, "push, push, push, granted 0 wait 6, skip", 4),  # over without this worker
         # Merged before its round was named: an earlier one may have counted it, and this one need a
         # push.
@@ -159,10 +159,10 @@ def test_cursor_skips_no_round_that_may_need_us(fragments: int, story: str, curs
 @pytest.mark.parametrize(
     ("fragments", "story", "turn"),
     [
-        (3, "push, carried 0 3, push, push, granted 1 new 1", TurnState.TAKEN),
+        (3, "push, deferred 0 3, push, push, granted 1 new 1", TurnState.TAKEN),
         (
             3,
-            "push, carried 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1",
+            "push, deferred 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1",
             TurnState.FREE,
         ),
         (3, "push, push, push, granted 0 wait 6", TurnState.PAST),
@@ -189,7 +189,7 @@ def test_turn_is_that_of_the_next_fragment(fragments: int, story: str, turn: Tur
         (3, "push, push, dropped 0", set()),  # round 1 waits for our round 0
         (3, "push, push, granted 0 new 0, dropped 0", set()),
         (3, "push, granted 0 new 9", set()),
-        (1, "push, carried 0 5", {0}),
+        (1, "push, deferred 0 5", {0}),
         (4, "push, push, push, merged 0, welcomed 6, granted 1 wait 9", {2}),
         (4, "push, welcomed 4, granted 0 resume 0", {0}),
         # It is counted in round 0, and the news is lost with the connection.

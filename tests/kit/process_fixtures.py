@@ -1,1 +1,0 @@
-"""The fixture `processes` is in the root conftest."""

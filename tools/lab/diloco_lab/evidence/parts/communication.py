@@ -86,7 +86,7 @@ def _against_usual(pair: str) -> Claim:
 
 CODECS = Part(
     "codecs",
-    "Few bits",
+    "Quantization",
     tuple(map(_in, CODEC_PAIRS)),
     tuple(map(_against_usual, CODEC_PAIRS[1:])),
 )

@@ -200,7 +200,7 @@ def start_script(run: SkyRun) -> str:
 #!/bin/sh
 # Starts the run {run.name}. Written by diloco-launch sky; no cloud was used to test it.
 # The model:  rsync -P {run.broker}:diloco/run/final-model.safetensors .
-# The end:    sky jobs cancel --name NAME-island-N, then sky down {run.broker}
+# The end:    sky jobs cancel --name {run.name}-island-N, then sky down {run.broker}
 set -eu
 sky launch --yes --detach-run --cluster {run.broker} {file("broker")}
 server=tcp://$(sky status --ip {run.broker}):{CONTROL_PORT}

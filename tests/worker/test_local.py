@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from diloco_protocol import UsageError
-from diloco_worker import DiLoCoWorker
+from diloco_worker import DiLoCoWorker, WorkerOptions
 from diloco_worker.testing import LocalRun
 from kit.reference import one_thread
 
@@ -248,3 +248,17 @@ def test_sigterm_is_a_reason_to_stop() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert diloco.stop_reason == "SIGTERM asks this process to end"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_outer_step_that_overflows_is_not_taken(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(1, 1, bias=False, dtype=dtype)
+    start, near = (3e38, 3.3e38) if dtype is torch.float32 else (60000.0, 64000.0)
+    torch.nn.init.constant_(model.weight, start)
+    options = WorkerOptions(local={"outer_lr": 2.0, "outer_momentum": 0.0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with DiLoCoWorker(model, optimizer, server="local", sync_every=1, options=options):
+        for value, wanted in ((near, start), (start / 2, 0.0)):
+            torch.nn.init.constant_(model.weight, value)
+            optimizer.step()
+            assert model.weight.item() == pytest.approx(wanted, rel=1e-3, abs=1.0), value

@@ -199,7 +199,10 @@ class LocalOuter(Participant):
         return not is_bad
 
     def _move(self, name: str, local: Tensor) -> None:
-        """On the device of the tensor; memory is taken before anything changes."""
+        """On the device of the tensor; memory is taken before anything changes.
+
+        A result that is not finite is not taken: the tensor and its momentum stay as they were.
+        """
         if name not in self._momentum:  # a buffer
             self._global[name].copy_(local)
             return
@@ -208,10 +211,16 @@ class LocalOuter(Participant):
         # From the values that training began with: those of a narrower dtype are rounded.
         gradient = base.to(local.dtype).to(wide) - local.to(wide)
         momentum = self._momentum[name].to(device).mul(self.momentum).add_(gradient)
-        base.add_(gradient.add_(momentum, alpha=self.momentum), alpha=-self.lr)
-        self._global[name].copy_(base)
-        self._momentum[name].copy_(momentum)
-        local.copy_(base)
+        moved = base.add(gradient.add_(momentum, alpha=self.momentum), alpha=-self.lr)
+        if is_finite(moved.to(local.dtype)) and is_finite(momentum):
+            self._global[name].copy_(moved)
+            self._momentum[name].copy_(momentum)
+        else:
+            logger.warning(
+                "The outer step of %s at step %d is not finite, so it was not taken. Lower outer_lr.",
+                *(name, self.step),
+            )
+        local.copy_(self._global[name])
 
     def _restore(self) -> None:
         """Continue from `saved`; raises UsageError where it is not of this worker and model."""

@@ -43,6 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "decoupled": {
         "quorum": 1,
         "grace": AUTO,
+        "late": "drop",
         "num_fragments": 4,
         "weight_by": "tokens2-per-step",
         "aggregate": "rda",

@@ -32,7 +32,7 @@ from diloco_broker.tensors import memory
 from diloco_protocol.addresses import as_reached, several
 from diloco_protocol.clients.address_file import check_address
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.dtypes import check_wire_dtype
+from diloco_protocol.dtypes import SPARSE_KEPT, check_wire_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_HEADER_BYTES, pack, unpack
 from diloco_protocol.messages import (
@@ -348,6 +348,8 @@ def check(hub: Given, name: str, wire_dtype: str | None = None) -> Given:
         )
     if wire_dtype is not None:
         check_wire_dtype(wire_dtype)
+    if wire_dtype in SPARSE_KEPT:
+        raise UsageError("--parent-wire-dtype is sparse, but the mean of several pushes is not.")
     return ",".join(several(check_address("--parent", hub))) if isinstance(hub, str) else hub
 
 

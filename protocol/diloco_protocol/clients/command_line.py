@@ -100,6 +100,8 @@ def server_of(
         raise UsageError(
             f"The broker's address is missing; give --server or {SERVER_VARIABLE}: {ADDRESS}."
         )
+    if text == "local":
+        raise UsageError(f"{name} is local, which means an outer optimizer without a broker.")
     return check_address(name, text)
 
 

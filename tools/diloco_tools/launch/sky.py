@@ -45,6 +45,7 @@ done
 """
 # SkyPilot hands files to managed jobs through a bucket, which keeps no modes.
 _TRAIN = """\
+chmod -R go= ~/diloco-secret || exit 1
 mkdir -p -m 700 ~/.diloco && install -m 600 ~/diloco-secret/worker.key ~/.diloco/worker.key || exit 1
 export DILOCO_KEYS=~/.diloco/worker.key
 export PET_NNODES=$SKYPILOT_NUM_NODES PET_RDZV_BACKEND=c10d PET_RDZV_ID={worker}

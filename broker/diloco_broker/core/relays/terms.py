@@ -5,15 +5,18 @@ from __future__ import annotations
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.state import RunState
+from diloco_protocol.dtypes import SPARSE_KEPT
 from diloco_protocol.messages import Attached
 
 
 def combines(config: BrokerConfig) -> bool:
     """Whether relays hold chunks and send means of them.
 
-    Asynchronous mode, and aggregates other than the mean, need each push separately.
+    Asynchronous mode, and aggregates other than the mean, need each push separately. The mean of sparse
+    pushes is not sparse.
     """
-    return not config.is_async and config.aggregate == "mean"
+    is_sparse = config.wire_dtype in SPARSE_KEPT
+    return not (config.is_async or is_sparse) and config.aggregate == "mean"
 
 
 def of(state: RunState, token: bytes) -> Attached:

@@ -104,6 +104,7 @@ def test_build_goes_on_without_a_folder_or_a_source_that_compiles(source: Path) 
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["cc", "gcc -Wall -Wextra -Werror", "clang -Wall -Werror"])
 def test_built_kernels_agree(compiler: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which(compiler.split(maxsplit=1)[0]) is None:

@@ -35,10 +35,11 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
 def test_model_is_found_among_living_modules_by_any_part() -> None:
     model, others = a_model(), [a_model(), copy.deepcopy(a_model())]
     averaged = copy.deepcopy(model)
-    assert owner_of(sgd(model), living_modules()) is model
-    assert owner_of(sgd(averaged), living_modules()) is averaged
+    living = living_modules()
+    assert owner_of(sgd(model), living) is model
+    assert owner_of(sgd(averaged), living) is averaged
     assert len(others) == 2
-    assert owner_of(sgd(model[2]), living_modules()) is model
+    assert owner_of(sgd(model[2]), living) is model
 
 
 def test_model_in_two_wrappers_is_their_common_part() -> None:

@@ -36,7 +36,7 @@ OTHERS = {
 # `diloco-top --once`, `make demo`: in the middle of a sentence.
 SPAN = re.compile(r"`((?:[A-Z]+=\S+ )?(?:diloco(?:-[a-z]+)?|make|python -m)(?: [^`]*)?)`")
 # Python that is complete and yet not run, by a line of it.
-PYTHON_NOT_RUN = {"broker.run()": "it serves until somebody ends it"}
+PYTHON_NOT_RUN = {"broker.run()": "it serves until it is stopped"}
 OPTIONAL = {"diloco_worker.transformers", "diloco_worker.lightning", "diloco_tools.ray"}
 
 # What the script of the front page leaves to its reader.

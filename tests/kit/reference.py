@@ -370,7 +370,7 @@ def streaming(
         make_outer: Nesterov with eta = .7, mu = .9 when left out.
         report: what a step adds to the weight of the worker's next contribution of each fragment;
             None: all weigh alike.
-        weigh: the weight of a contribution, from what was reported and the number of its steps.
+        weigh: the weight of a contribution, from its report and the number of its steps.
         wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
         travels: the encoding of a worker's delta of a fragment's parameters, in the model's order, on
             its way.

@@ -83,6 +83,19 @@ def test_address_that_is_missing_is_asked_for_in_the_same_words(words: tuple[str
     assert "address is missing; give --server or DILOCO_SERVER" in done.output
 
 
+@pytest.mark.parametrize("words", [("broker", "status"), ("worker", "doctor")], ids=" ".join)
+def test_run_without_a_broker_cannot_be_asked(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, list(words), env={"DILOCO_SERVER": "local"})
+    assert done.exit_code == 2
+    assert "DILOCO_SERVER is local" in done.output and "without a broker" in done.output
+
+
+def test_relay_sends_no_sparse_means() -> None:
+    words = ["broker", "relay", "--parent", "tcp://host:1", "--parent-wire-dtype", "sparse"]
+    done = CliRunner().invoke(app, [*words, "--insecure", "--check"])
+    assert done.exit_code == 2 and "--parent-wire-dtype is sparse" in done.output, done.output
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
     option = COMMANDS[words]
@@ -102,7 +115,9 @@ def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
-def test_control_address_alone(broker: Broker, words: tuple[str, ...], said: str, way: str) -> None:
+def test_control_address_alone_finds_the_feed(
+    broker: Broker, words: tuple[str, ...], said: str, way: str
+) -> None:
     """Displays ask at it for the feed, which is at a port of its own."""
     assert said in call(words, broker.address, way).output
 

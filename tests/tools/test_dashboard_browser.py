@@ -185,7 +185,9 @@ class TestToken:
             playwright.expect(page.locator("#pause")).to_be_enabled()
             playwright.expect(page.locator("#token-form")).to_be_hidden()
 
-    def test_foreign_origin(self, opened: Callable[..., Page], publisher: Publisher) -> None:
+    def test_page_of_another_site_reads_nothing(
+        self, opened: Callable[..., Page], publisher: Publisher
+    ) -> None:
         with serving(publisher.address) as site, serving("tcp://127.0.0.1:1") as other:
             publisher.says()
             # Without the content policy of the page itself, as a page of another site would be.

@@ -85,7 +85,9 @@ class TestMapping:
         ],
         ids=["none", "some", "older broker"],
     )
-    def test_refusals_by_reason(self, totals: dict[str, Any], counted: dict[str, int]) -> None:
+    def test_refusals_are_counted_by_reason(
+        self, totals: dict[str, Any], counted: dict[str, int]
+    ) -> None:
         none = dict.fromkeys([*(code.value for code in Code), "other"], 0)
         seen = exported(status(totals=totals))
         assert by_label("diloco_refused_pushes_total", seen) == none | counted

@@ -136,7 +136,9 @@ class TestScreen:
         width=st.sampled_from([80, 100, 140]),
         encoding=st.sampled_from(["utf-8", "ascii", "latin-1", "no-such-encoding"]),
     )
-    def test_lines_fit(self, document: dict[str, Any], width: int, encoding: str) -> None:
+    def test_lines_fit_the_terminal(
+        self, document: dict[str, Any], width: int, encoding: str
+    ) -> None:
         text = drawn(document, width, charset(encoding))
         assert max(cell_len(line) for line in text.split("\n")) <= max(width, 80)
         assert text.replace("\n", "").isprintable()

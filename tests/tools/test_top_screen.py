@@ -253,7 +253,7 @@ def test_long_name_is_cut_in_the_middle() -> None:
     assert clipped("abcdefgh", 8) == "abcdefgh"
 
 
-def test_orders() -> None:
+def test_tables_are_sorted_by_each_column() -> None:
     crew = [
         Worker("a", health="ok", round=5, steps_per_s=2.0, loss=1.0, beat_age_s=1.0),
         Worker("b", health="lost", round=None, steps_per_s=None, loss=math.nan, staleness=2),

@@ -213,7 +213,9 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
-def test_load_is_resumed(training: ScriptedTraining, nth: int, error: type[BaseException]) -> None:
+def test_interrupted_load_is_resumed(
+    training: ScriptedTraining, nth: int, error: type[BaseException]
+) -> None:
     breaks = begins(training, LATER, nth=nth, error=error)
     training.steps(2)
 

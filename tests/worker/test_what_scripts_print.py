@@ -82,7 +82,9 @@ def test_joining_and_rounds_are_printed_once(processes: Processes, broker: Broke
 
 
 @pytest.mark.parametrize(("level", "warnings"), [("warning", 1), ("off", 0)])
-def test_log_variable(processes: Processes, broker: Broker, level: str, warnings: int) -> None:
+def test_log_variable_sets_what_is_printed(
+    processes: Processes, broker: Broker, level: str, warnings: int
+) -> None:
     lines = trains(processes, broker, DILOCO_LOG=level)
     assert not [line for line in lines if "Joined" in line or "Synchronised" in line]
     assert len([line for line in lines if "WATCH OUT" in line]) == warnings
@@ -101,7 +103,9 @@ def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
-def test_uncaught_errors(broker: Broker, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_uncaught_error_shows_the_script_alone(
+    broker: Broker, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     path = tmp_path / "fail.py"
     path.write_text(FAIL)
     ended = subprocess.run(

@@ -38,8 +38,8 @@ logger = logging.getLogger("diloco.worker")
 # For one worker at H = 30 (arXiv 2503.09799).
 SYNC_EVERY = 30
 OUTER_LR, MOMENTUM = 0.4, 0.9
-# The default momentum rises from this one over so many outer steps, as a broker's does: at once it would
-# be too much for the few rounds of a short run.
+# The default momentum rises from FIRST_MOMENTUM to MOMENTUM in WARMUP outer steps, as the broker's does:
+# short runs cannot bear the last one from the start.
 FIRST_MOMENTUM, WARMUP = 0.5, 200
 
 Plain = dict[str, Any]

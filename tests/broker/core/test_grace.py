@@ -38,7 +38,7 @@ def trains(puppet: Puppet, steps_per_s: float) -> None:
 
 
 def reaches_the_quorum(stage: Stage, after_s: float) -> None:
-    """The first push of a round begins; after so many seconds it and another one are complete."""
+    """The first push of a round begins; `after_s` later it and another one are complete."""
     a, b, _ = stage.puppets.values()
     a.offers(901)
     stage.passes(after_s)
@@ -57,7 +57,7 @@ def grace_s(stage: Stage) -> float:
         ({"a": 2.0, "c": 4.0}, 1.0, GAMMA * (TAU / 4.0 - 1.0 - SYNC_S)),  # c pauses first
         ({"a": 2.0}, 4.8, 0.0),  # nothing is left
         ({"a": 0.001}, 1.0, LONGEST_S),
-        ({}, 1.0, 0.0),  # nobody has reported a speed
+        ({}, 1.0, 0.0),  # no worker has reported a speed
     ],
 )
 def test_round_waits_for_what_the_overlap_leaves(

@@ -181,3 +181,24 @@ def test_many_relays_can_probe_the_hub_each_second() -> None:
         sum(isinstance(m, messages.Probe) for m in stage.inbox[relay.control]) == 3
         for relay in relays
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "combines"),
+    [
+        ({}, True),
+        ({"wire_dtype": "int4z"}, True),
+        ({"wire_dtype": "sparse:128"}, False),
+        ({"aggregate": "rda"}, False),
+        ({"mode": "async"}, False),
+    ],
+)
+def test_relays_combine_pushes_whose_mean_is_of_their_kind(
+    options: dict[str, Any], combines: bool
+) -> None:
+    """The mean of sparse pushes is not sparse."""
+    stage, route = Stage(BrokerConfig(workers=2, relays=True, **options)), b"north"
+    stage.inbox[route] = []
+    stage.happens(events.Received(route, messages.Attach("north", 1)))
+    (attached,) = (m for m in stage.inbox[route] if isinstance(m, messages.Attached))
+    assert attached.combines is combines

@@ -158,7 +158,9 @@ def test_sparse_chunks_are_refused_alike_or_read_alike(
 
 @pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors(), start=vectors(), by=st.integers(0, 3), sign=st.sampled_from([1.0, -1.0]))
-def test_adding_codes(wire: str, values: Tensor, start: Tensor, by: int, sign: float) -> None:
+def test_codes_are_added_alike(
+    wire: str, values: Tensor, start: Tensor, by: int, sign: float
+) -> None:
     count = min(values.numel(), start.numel())
     values, start = values[:count].clone(), start[:count].clone()
     with by_torch():
@@ -195,7 +197,9 @@ weights = st.sampled_from([1.0, 0.3, 7.0, 1e-3])
     divisor=st.sampled_from([1.0, 3.0, 0.7]),
     by=st.integers(0, 3),
 )
-def test_weighted_sums(chunks: list[tuple[str, Tensor, float]], divisor: float, by: int) -> None:
+def test_weighted_sums_are_alike(
+    chunks: list[tuple[str, Tensor, float]], divisor: float, by: int
+) -> None:
     count = min(values.numel() for _, values, _ in chunks)
     made = [(*chunk_in(wire, values[:count], by), weight) for wire, values, weight in chunks]
     total = made[0][1].mul(made[0][2])

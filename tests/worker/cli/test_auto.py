@@ -258,7 +258,7 @@ def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_pa
 @pytest.mark.parametrize(
     ("done", "code"), [("", 0), ("optimizer", 2), ("child", 2), ("background", 2), ("error", 1)]
 )
-def test_script_without_training(
+def test_script_without_training_is_reported(
     processes: Processes, tmp_path: Path, done: str, code: int
 ) -> None:
     made = auto(processes, "127.0.0.1:1", script(tmp_path, DOES_NOT_TRAIN), done)

@@ -43,7 +43,7 @@ def _short(state: RunState, made: int) -> Iterator[str]:
     config, totals = state.config, state.totals
     cycle = (
         config.num_fragments * config.outer_schedule.size
-    )  # rounds with one step of each fragment
+    )  # rounds in which each is stepped once
     planned = []
     if config.max_rounds is not None:
         planned.append((config.max_rounds / cycle, f"--max-rounds {config.max_rounds}"))

@@ -1,8 +1,9 @@
 """Seconds that a boundary keeps a GPU from training: `python -m gpu.table`, or `make test-cuda`.
 
 For 125 million and a billion parameters in fp32 and each wire dtype: to freeze a delta, with a residual
-where there is one, and have its bytes on the host; and to merge a version under the steps made since.
-With the base on the host, with the base on the device, and of a model on the host.
+where there is one, and have its values or codes on the host; and to merge a version under the steps made
+since. With the base on the host, with the base on the device, and of a model on the host, whose codes
+other threads make while it trains.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
 
-WIRES = ("fp32", "bf16", "int8", "int4", "int4z")
+WIRES = ("fp32", "bf16", "int8", "int4", "int4z", "sparse")
 LAYER = 1 << 24  # parameters of a tensor
 
 
@@ -55,8 +56,6 @@ def freeze_seconds(
         def freeze(made: list[FlatState] = made) -> None:
             flat = tensors.delta(base, wire).wire
             made.append(feedback.joined(flat) if is_quantized(wire) else flat)
-            for span in base.layout.spans:
-                made[0].chunk(span.index)
 
         took = seconds(freeze, device)
         if is_quantized(wire):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,13 +42,17 @@ LARGEST = {INT8: 127, INT4: 7}  # codes are -LARGEST to LARGEST
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoded fp32 values, 1-D and finite."""
+    """Encoded fp32 values, 1-D and finite; the bytes are compressed when they are first read."""
 
-    payload: memoryview
+    data: Tensor  # the bytes, unpacked
     elements: int
-    decode: Callable[[Any, int, Tensor | None], Tensor]
-    data: Any  # the argument of `decode`
-    source: Source | None = None  # the same for kernels
+    decode: Callable[[Any, int, Tensor | None], Tensor]  # its first argument is `data`
+    pack: Callable[[memoryview, int], memoryview]
+    source: Source | None = None  # `data` for kernels
+
+    @cached_property
+    def payload(self) -> memoryview:
+        return self.pack(self.data.numpy().data, self.elements)
 
     def read(self, out: Tensor | None = None) -> Tensor:
         """Return the values that a decoder of the payload obtains, bit for bit; in `out` if given."""
@@ -142,15 +147,17 @@ class BlockCodec:
         return self._decode_unpacked(self._unpacked(payload, elements), elements, out)
 
     def _encoded(self, data: Tensor, elements: int) -> Encoded:
-        payload = data.numpy().data
-        if self.is_packed:
-            ends = -(-elements // BLOCK) * SCALE_BYTES
-            # A bytearray: torch warns about read-only `bytes`.
-            packed = bytearray(payload[:ends])
-            packed += _between.compress(payload[ends:])
-            payload = memoryview(packed)
         source = Source.coded(self.form, data, elements)
-        return Encoded(payload, elements, self._decode_unpacked, data, source)
+        return Encoded(data, elements, self._decode_unpacked, self._packed, source)
+
+    def _packed(self, payload: memoryview, elements: int) -> memoryview:
+        if not self.is_packed:
+            return payload
+        ends = -(-elements // BLOCK) * SCALE_BYTES
+        # A bytearray: torch warns about read-only `bytes`.
+        packed = bytearray(payload[:ends])
+        packed += _between.compress(payload[ends:])
+        return memoryview(packed)
 
     def _unpacked(self, payload: Any, elements: int) -> Tensor:
         """Scales and codes, which share the memory of the payload if it is not packed."""

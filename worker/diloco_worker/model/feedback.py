@@ -8,7 +8,7 @@ itself, once a version says which.
 
 The residual is an fp32 copy of the parameters, kept chunk by chunk; a chunk is replaced, never written
 to, so the I/O thread may read it. It is on the device of the delta: on an accelerator the codes are
-made there at the freeze, and only they come to the host.
+made there at the freeze, and only they come to the host, where any thread may compress them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from diloco_protocol import Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
+from diloco_protocol.tensors.block_codecs import Encoded
 from diloco_protocol.tensors.codecs import (
+    ENCODERS,
     add_code,
     decode_chunk,
-    encode_chunk,
     encode_sum,
     is_finite,
 )
@@ -48,6 +49,7 @@ class InFewBits(FlatState):
 
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
     codes: dict[int, memoryview] = field(default_factory=dict)
+    from_device: dict[int, Encoded] = field(default_factory=dict)  # until their bytes are needed
     room: Room = mapped
     _ahead: dict[int, Future[memoryview]] = field(default_factory=dict)
 
@@ -83,14 +85,24 @@ class InFewBits(FlatState):
             if code is None:
                 code = self._encoded(self.layout.spans[index])
             self.codes[index] = code
+            self.from_device.pop(index, None)
         return code
 
+    def encode_on_device(self) -> None:
+        """Make the codes of all parameters now: no other thread shall use the accelerator."""
+        for span in self.layout.spans:
+            if span.segment is Segment.PARAMETERS:
+                self.from_device[span.index] = self._coded(span)
+
     def _encoded(self, span: ChunkSpan) -> memoryview:
+        return (self.from_device.get(span.index) or self._coded(span)).payload
+
+    def _coded(self, span: ChunkSpan) -> Encoded:
         residual, delta, summed = self.residual.get(span.index), self._delta(span), None
         if residual is not None:
             summed = encode_sum(self.dtype, delta, residual, self._bytes)
         # Beyond the range of fp32 the residual is dropped, and the delta alone is sent.
-        return summed.payload if summed else encode_chunk(span, delta, self.dtype, self._bytes)
+        return summed or ENCODERS[self.dtype](delta, self._bytes)
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
@@ -146,8 +158,7 @@ class Feedback:
         self.is_used = True
         made = InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
         if any(vector.device != HOST for vector in delta.vectors.values()):
-            for span in self.spans:
-                made.chunk(span.index)  # so that no other thread uses the accelerator
+            made.encode_on_device()
         return made
 
     def settle(

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import platform
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ cached_text = cache(load_text)  # a process trains many
 def outcome_of(trial: Trial) -> Outcome:
     """Train a trial, in this process. Raises DataError."""
     path = None if trial.data is None else Path(trial.data)
+    if path is None and trial.lora:
+        path = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
     shards = 1 if trial.arm == "alone" else trial.workers
     text = cached_text(path, shards, trial.recipe.context, trial.windows)
     if trial.arm == "diloco":

@@ -12,18 +12,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import merge
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Muon, Optimizer
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_lab.evidence.trial import MODELS, Trial
 from diloco_tools.demo import model as gpt
-from diloco_tools.demo.data import Text, batch_seed, training_batches
+from diloco_tools.demo.data import Text, batch_seed, load_text, training_batches
 from diloco_worker import DiLoCoClient, DiLoCoWorker, WorkerOptions
 
 # Seconds that one worker may wait for another, on a busy machine; then something hangs.
@@ -139,6 +141,42 @@ def inner_optimizers(model: gpt.GPT, trial: Trial) -> list[Optimizer]:
     return [muon, gpt.build_optimizer(others, trial.recipe)]
 
 
+class Adapter(nn.Module):
+    """W + B A, where B begins with zeros, and W stays (LoRA; Hu et al. 2021, arXiv 2106.09685)."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        self.down = nn.Parameter(torch.randn(rank, columns) / math.sqrt(columns))
+        self.up = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+@cache
+def first_trained(model: str) -> dict[str, Tensor]:
+    """The parameters that fine-tuning begins with: one worker on the standard library's source."""
+    trial = Trial(arm="alone", workers=1, model=model)
+    text = load_text(None, 1, trial.recipe.context, trial.windows)
+    return train_without_broker(trial, text).parameters
+
+
+def model_of(trial: Trial) -> gpt.GPT:
+    """The model at the beginning."""
+    model = gpt.build_model(trial.seed, MODELS[trial.model])
+    if trial.lora:
+        model.load_state_dict(first_trained(trial.model))
+        model.requires_grad_(False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(trial.seed)
+            for layer in [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]:
+                parametrize.register_parametrization(
+                    layer, "weight", Adapter(layer.weight, trial.lora)
+                )
+    return model
+
+
 class DiLoCoRun:
     """A broker and its workers, from the first step to the last."""
 
@@ -160,7 +198,7 @@ class DiLoCoRun:
     def go(self) -> Outcome:
         """Raise the error of a worker or the broker."""
         trial = self.trial
-        judge = gpt.build_model(trial.seed, MODELS[trial.model])
+        judge = model_of(trial)
         first = gpt.validation_loss(judge, *self.text.validation)
         self.outcome.curve.append((0, 0.0, first))
         config = BrokerConfig(
@@ -189,7 +227,7 @@ class DiLoCoRun:
                 newest = reader.pull()
         outcome = self.outcome
         outcome.parameters = {name: value.clone() for name, value in newest.tensors.items()}
-        judge.load_state_dict(newest.tensors)
+        judge.load_state_dict(newest.tensors, strict=False)  # what is not trained is as it was
         ended = outcome.curve[-1][2] is None  # it has diverged
         loss = None if ended else finite(gpt.validation_loss(judge, *self.text.validation))
         if outcome.curve[-1][0] == trial.steps:
@@ -259,7 +297,7 @@ class Worker:
     def __init__(self, run: DiLoCoRun, number: int) -> None:
         trial = run.trial
         self.run, self.number, self.trial = run, number, trial
-        self.model = gpt.build_model(trial.seed, MODELS[trial.model])
+        self.model = model_of(trial)
         self.optimizers = inner_optimizers(self.model, trial)
         self.batches = training_batches(
             run.text.shards[number],
@@ -385,7 +423,7 @@ def train_without_broker(trial: Trial, text: Text) -> Outcome:
     The mean of equally large batches' gradients is the gradient of them together. With one replica it
     is one worker alone, or with an outer optimizer of its own.
     """
-    model = gpt.build_model(trial.seed, MODELS[trial.model])
+    model = model_of(trial)
     optimizers = inner_optimizers(model, trial)
     schedules = [gpt.build_schedule(each, trial.recipe) for each in optimizers]
     diloco = None

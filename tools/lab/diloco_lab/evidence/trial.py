@@ -51,6 +51,8 @@ class Trial:
         batch: windows in each step of each worker.
         lr: peak inner learning rate.
         inner: AdamW; or Muon for the matrices of the blocks, and AdamW for the rest.
+        lora: rank of the adapters that are trained, of a model that has been trained before
+            (`training.first_trained`); 0: all parameters are trained, from random ones.
         broker: options of `BrokerConfig`, by name.
         speeds: steps per virtual second of each worker; () where all make one. A worker of v steps a
             second has made H of them after H / v seconds, and communication takes none.
@@ -59,7 +61,8 @@ class Trial:
         harm: what the last worker does with its pseudo-gradients.
         every: rounds between two points of the curve; 0: only the last.
         windows: held-out windows of each evaluation.
-        data: text file or folder; None: the source of Python's standard library.
+        data: text file or folder; None: the source of Python's standard library, and for adapters its
+            reference manual in English (`pydoc_data`), which is not in that source.
     """
 
     seed: int = 0
@@ -71,6 +74,7 @@ class Trial:
     batch: int = 4
     lr: float = LEARNING_RATE
     inner: Inner = ""
+    lora: int = 0
     broker: Mapping[str, Any] = field(default_factory=dict)
     speeds: tuple[float, ...] = ()
     dylu: bool = False

@@ -251,7 +251,8 @@ def _largest(blocks: Tensor) -> Tensor:
 
 def _rounded_up(magnitudes: Tensor, largest: int) -> Tensor:
     """The smallest bf16 scales such that `largest` times the scale is at least the magnitude."""
-    values = magnitudes / largest
+    # A device would multiply by the reciprocal of a plain number, and round otherwise.
+    values = magnitudes / torch.full((), largest, dtype=magnitudes.dtype, device=magnitudes.device)
     rounded = values.to(torch.bfloat16)
     # Incrementing the bits of a positive float yields the next larger float.
     above = rounded.view(torch.int16) + (rounded.to(values.dtype) < values)

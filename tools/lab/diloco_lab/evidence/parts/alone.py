@@ -12,6 +12,7 @@ _FOUR = _ALONE.with_changes(arm="diloco", workers=4)
 # As published for one worker (2503.09799), of MuLoCo, and nearly none.
 _FOR_ONE = outer((0.4, 0.9), (0.7, 0.5), (1.0, 0.2))
 _OFTEN = {"sync_every": 10, "outer_lr": 0.7, "outer_momentum": 0.5}
+_FASTER = {"lr": 3e-3, "outer_lr": 0.7, "outer_momentum": 0.5}  # the best rate of Muon alone
 _FOR_FOUR = outer((0.7, 0.9), (0.7, 0.6), (0.7, 0.8))
 _MUON = {"inner": "muon"}
 
@@ -35,7 +36,7 @@ MULOCO = Part(
     (
         Arm("AdamW, K = 1", _LOCAL, _FOR_ONE),
         Arm("Muon alone", _ALONE.with_changes(**_MUON), INNER),
-        Arm("Muon, K = 1", _LOCAL.with_changes(**_MUON), _FOR_ONE),
+        Arm("Muon, K = 1", _LOCAL.with_changes(**_MUON), (*_FOR_ONE, _FASTER)),
         Arm("AdamW, K = 4", _FOUR, _FOR_FOUR),
         Arm("Muon, K = 4", _FOUR.with_changes(**_MUON), _FOR_FOUR),
     ),

@@ -31,7 +31,7 @@ from torch import Tensor
 from diloco_protocol import kernels
 from diloco_protocol.dtypes import BLOCK, SCALE_BYTES, packed_least, packed_most
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.kernels import CODE_BYTES, INT4, INT8, Source, coded_bytes
+from diloco_protocol.kernels import INT4, INT8, Source, coded_bytes
 
 ZSTD_LEVEL = 1
 # Range of norms of a block whose squares neither underflow nor overflow in fp32.
@@ -107,10 +107,14 @@ class BlockCodec:
         """Encode fp32 values. `new` allocates the payload, or for a packed codec the unpacked codes."""
         fast = kernels.ready()
         if fast is None or values.device.type != "cpu":
-            return self._encoded(self._by_torch(values, new), values.numel())
+            return self.encode_rows(values[None], new)[0]
         made = new(coded_bytes(self.form, values.numel()))
         fast.encode((self.form, self.is_rms), values, made)
         return self._encoded(made, values.numel())
+
+    def encode_rows(self, rows: Tensor, new: NewBytes = new_bytes) -> list[Encoded]:
+        """Encode each row of fp32 values with torch, in as many launches as for one row."""
+        return [self._encoded(made, rows.shape[1]) for made in self._by_torch(rows, new)]
 
     def encode_sum(
         self,
@@ -187,20 +191,24 @@ class BlockCodec:
         data += codes
         return torch.frombuffer(data, dtype=torch.uint8)
 
-    def _by_torch(self, values: Tensor, new: NewBytes) -> Tensor:
-        """Compute scales and codes with torch; the result is on the host."""
-        blocks, largest = blocks_of(values), LARGEST[self.form]
-        made, scales, room = _room(blocks, CODE_BYTES[self.form], new)
+    def _by_torch(self, rows: Tensor, new: NewBytes) -> Tensor:
+        """The bytes of each row; the result is on the host."""
+        blocks, largest = blocks_of(rows), LARGEST[self.form]
         if self.is_rms:
-            scales.copy_(capped(_root_mean_square(blocks).to(torch.bfloat16), largest))
+            scales = capped(_root_mean_square(blocks).to(torch.bfloat16), largest)
         else:
-            scales.copy_(_rounded_up(_largest(blocks), largest))
+            scales = _rounded_up(_largest(blocks), largest)
         codes = _codes(blocks, scales, largest)
+        count = len(blocks) // len(rows)
+        size, ends = coded_bytes(self.form, rows.shape[1]), count * SCALE_BYTES
+        made = _new_on(rows.device, size * len(rows), new).view(-1, size)
+        made[:, :ends].view(torch.bfloat16).copy_(scales.view(-1, count))
+        room = made[:, ends:].view(len(rows), count, -1)
         if self.form == INT8:
-            room.view(torch.int8).copy_(codes)
+            room.view(torch.int8).copy_(codes.view(len(rows), count, BLOCK))
         else:
-            _nibbles(codes, room)
-        return made if made.device.type == "cpu" else new(made.numel()).copy_(made)
+            _nibbles(codes.view(len(rows), count, BLOCK), room)
+        return to_host(made, new)
 
     def _decode_unpacked(self, data: Tensor, elements: int, out: Tensor | None = None) -> Tensor:
         fast = kernels.ready()
@@ -228,20 +236,22 @@ INT4Z_CODEC = BlockCodec(INT4, is_rms=True, is_packed=True)
 
 
 def blocks_of(values: Tensor, block: int = BLOCK) -> Tensor:
-    """View values as rows of one block; the last is padded with zeros."""
-    missing = -values.numel() % block
+    """View values as rows of one block; the last of each row of values is padded with zeros."""
+    missing = -values.shape[-1] % block
     if missing:
         values = torch.nn.functional.pad(values, (0, missing))
     return values.view(-1, block)
 
 
-def _room(blocks: Tensor, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for encoded blocks on their device: all of it, the scales, and the codes by block."""
-    count = blocks.shape[0]
-    size, ends = count * (SCALE_BYTES + code_bytes), count * SCALE_BYTES
-    is_on_host = blocks.device.type == "cpu"
-    made = new(size) if is_on_host else torch.empty(size, dtype=torch.uint8, device=blocks.device)
-    return made, made[:ends].view(torch.bfloat16), made[ends:].view(count, code_bytes)
+def _new_on(device: torch.device, count: int, new: NewBytes) -> Tensor:
+    if device.type == "cpu":
+        return new(count)
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def to_host(made: Tensor, new: NewBytes) -> Tensor:
+    """The bytes themselves if they are on the host, or a copy."""
+    return made if made.device.type == "cpu" else new(made.numel()).view(made.shape).copy_(made)
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -298,10 +308,11 @@ def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
 def _nibbles(codes: Tensor, room: Tensor) -> None:
     """Pack two codes into each byte: element j of the first half of a block with j of the second."""
     # Via int8, to which torch converts three times as fast.
-    whole = _between.take("shifted", codes.shape[0], BLOCK, torch.int8, codes.device)
+    whole = _between.take("shifted", codes.numel() // BLOCK, BLOCK, torch.int8, codes.device)
+    whole = whole.view(codes.shape)
     shifted = whole.copy_(codes).add_(LARGEST[INT4] + 1).view(torch.uint8)
-    torch.bitwise_left_shift(shifted[:, HALF:], 4, out=room)
-    room.bitwise_or_(shifted[:, :HALF])
+    torch.bitwise_left_shift(shifted[..., HALF:], 4, out=room)
+    room.bitwise_or_(shifted[..., :HALF])
 
 
 def _of_nibbles(pairs: Tensor, values: Tensor) -> Tensor:

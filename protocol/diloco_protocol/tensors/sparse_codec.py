@@ -23,7 +23,14 @@ from torch import Tensor
 from diloco_protocol import kernels
 from diloco_protocol.dtypes import SPARSE_BLOCK, SPARSE_KEPT
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.tensors.block_codecs import BlockCodec, NewBytes, blocks_of, capped, halved
+from diloco_protocol.tensors.block_codecs import (
+    BlockCodec,
+    NewBytes,
+    blocks_of,
+    capped,
+    halved,
+    to_host,
+)
 
 INDEX_BITS = 12
 
@@ -43,17 +50,16 @@ class SparseCodec(BlockCodec):
             raise ProtocolError(Code.BAD_CHUNK, text)
         return data
 
-    def _by_torch(self, values: Tensor, new: NewBytes) -> Tensor:
-        blocks, count = blocks_of(values, SPARSE_BLOCK), self.form
+    def _by_torch(self, rows: Tensor, new: NewBytes) -> Tensor:
+        blocks, count = blocks_of(rows, SPARSE_BLOCK), self.form
         indices = _largest(blocks.abs(), count)
         kept = blocks.gather(1, indices)
         magnitudes = kept.abs()
         is_larger = magnitudes >= halved(magnitudes / count)[:, None]
         scales = torch.stack([_mean(magnitudes, group) for group in (~is_larger, is_larger)], 1)
-        bits = (indices[:, :, None] >> torch.arange(INDEX_BITS, device=values.device)) & 1
+        bits = (indices[:, :, None] >> torch.arange(INDEX_BITS, device=rows.device)) & 1
         parts = [_packed(bits.flatten(1)), _packed(kept < 0), _packed(is_larger)]
-        rows = torch.cat([*parts, scales.view(torch.uint8)], 1).view(-1)
-        return new(rows.numel()).copy_(rows)
+        return to_host(torch.cat([*parts, scales.view(torch.uint8)], 1).view(len(rows), -1), new)
 
     def _values(self, data: Tensor, room: Tensor) -> None:
         rows, ends = self._rows(data), 3 * self.form // 2

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from diloco_protocol import Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.tensors.block_codecs import Encoded
 from diloco_protocol.tensors.codecs import (
-    ENCODERS,
+    BLOCKS,
     add_code,
     decode_chunk,
     encode_sum,
@@ -37,6 +38,7 @@ from diloco_worker.model.placement import HOST
 # Returns an uninitialised vector on the host.
 Room = Callable[[int, torch.dtype], Tensor]
 ByChunk = Mapping[int, Tensor]  # by index in the layout, of chunks of parameters
+AT_ONCE = 1 << 23  # elements that an accelerator encodes in one go
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,15 @@ class InFewBits(FlatState):
 
     def encode_on_device(self) -> None:
         """Make the codes of all parameters now: no other thread shall use the accelerator."""
-        for span in self.layout.spans:
-            if span.segment is Segment.PARAMETERS:
-                self.from_device[span.index] = self._coded(span)
+        spans = (span for span in self.layout.spans if span.segment is Segment.PARAMETERS)
+        for elements, alike in groupby(spans, key=lambda span: span.elements):
+            while some := list(islice(alike, max(1, AT_ONCE // elements))):
+                rows = torch.stack([self._sum(span) for span in some])
+                if is_finite(rows):
+                    made = BLOCKS[self.dtype].encode_rows(rows, self._bytes)
+                else:
+                    made = [self._coded(span) for span in some]
+                self.from_device.update((s.index, each) for s, each in zip(some, made, strict=True))
 
     def _encoded(self, span: ChunkSpan) -> memoryview:
         return (self.from_device.get(span.index) or self._coded(span)).payload
@@ -102,7 +110,11 @@ class InFewBits(FlatState):
         if residual is not None:
             summed = encode_sum(self.dtype, delta, residual, self._bytes)
         # Beyond the range of fp32 the residual is dropped, and the delta alone is sent.
-        return summed or ENCODERS[self.dtype](delta, self._bytes)
+        return summed or BLOCKS[self.dtype].encode(delta, self._bytes)
+
+    def _sum(self, span: ChunkSpan) -> Tensor:
+        delta, residual = self._delta(span), self.residual.get(span.index)
+        return delta if residual is None else delta + residual.to(delta.device)
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
@@ -118,7 +130,7 @@ class InFewBits(FlatState):
             if found is None and residual is not None:
                 add_code(self.dtype, code, delta, made, sign=-1.0)
             return made
-        total = delta if residual is None else residual.to(delta.device) + delta
+        total = self._sum(span)
         total = total if is_finite(total) else delta
         made = torch.empty_like(total)
         return torch.sub(total, decode_chunk(span, code, self.dtype, made), out=made)

@@ -1,7 +1,5 @@
 """The daemon's command line: what it refuses, in one sentence each, and that it agrees with the API."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Options that cannot work together are refused with one sentence that names the values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steering a broker that serves: the operator's socket, the commands, the logs, and the numbers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The web page that the daemon starts beside itself: it is there, and gone when the daemon is."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Schedules of the outer optimizer: against torch's own, and what their texts may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

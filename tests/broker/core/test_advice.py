@@ -1,7 +1,5 @@
 """A run that outer momentum often harms, because it is short or trains adapters, gets one warning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

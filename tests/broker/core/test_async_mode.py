@@ -1,7 +1,5 @@
 """Asynchronous mode: no barrier, slots, staleness, grace periods, Dynamic Local Updates."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 A run that exists comes before a new one, and a seed worker that is slow is better than none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -81,9 +79,7 @@ def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -
 
 
 @pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)
-def test_run_begins_at_once_where_nobody_can_be_on_the_way(
-    options: dict[str, Any],
-) -> None:
+def test_run_begins_at_once_where_nobody_can_be_on_the_way(options: dict[str, Any]) -> None:
     stage = a_broker(**options)
     assert stage.worker("new").joins().asked_for == [0]
 

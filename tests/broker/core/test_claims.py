@@ -1,7 +1,5 @@
 """Claimed sizes are checked before anything is allocated, and forgotten with their worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """When a round closes, and what it waits for: one decision, asked after each event."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any

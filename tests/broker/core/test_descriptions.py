@@ -1,7 +1,5 @@
 """Workers whose manifest is too long for a header describe their model when they are asked."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Checkpoints as the core asks for them: when, what waits for one, what goes on without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -76,9 +74,7 @@ def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_outcome_of_an_older_checkpoint_releases_and_retries_nothing(
-    is_written: bool,
-) -> None:
+def test_outcome_of_an_older_checkpoint_releases_and_retries_nothing(is_written: bool) -> None:
     """An operator asked for it; it ends before the one that matters is written."""
     stage, a, b = a_run(durable=True)
     stage.asks("save")

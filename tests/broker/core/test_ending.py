@@ -1,7 +1,5 @@
 """How far a run is, and the end that its options set: the last round, and who is not waited for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A hub with a standby releases versions only while it has its lease."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

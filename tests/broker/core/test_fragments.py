@@ -1,7 +1,5 @@
 """Fragments in the core: one sequence of rounds, each with the versions of its own fragment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,9 +77,7 @@ def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbe
 
 
 @pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["streaming", "staged"])
-def test_round_that_falls_below_its_floor_needs_late_joiners(
-    how: dict[str, Any],
-) -> None:
+def test_round_that_falls_below_its_floor_needs_late_joiners(how: dict[str, Any]) -> None:
     stage, (a, b) = a_run("a", "b", pieces=2, **how)
     (c,) = stage.joined("c")
     assert c.got(messages.Welcome).first_round == 1

@@ -1,7 +1,5 @@
 """`--grace auto`: a round waits after its quorum only for as long as no worker would pause."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that is held by a pause, for want of a lease, or with its broker: its deadlines stand still."""
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -286,9 +284,7 @@ def test_a_worker_that_dies_while_the_run_is_held_is_not_waited_for_afterwards(h
 
 
 @pytest.mark.parametrize("heartbeat_timeout", [120.0, 2.0, 0.0])
-def test_round_waits_for_those_whose_connections_broke_meanwhile(
-    heartbeat_timeout: float,
-) -> None:
+def test_round_waits_for_those_whose_connections_broke_meanwhile(heartbeat_timeout: float) -> None:
     """They notice the silence, open new connections, and may wait 2 s between two attempts."""
     stage, (a, b) = a_run("a", "b", disconnect_grace=0.0, heartbeat_timeout=heartbeat_timeout)
     a.pushes(11)
@@ -327,9 +323,7 @@ def test_worker_that_died_meanwhile_is_not_waited_for_longer_than_a_return_takes
 
 
 @pytest.mark.parametrize("has_own_optimizer", [False, True])
-def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(
-    has_own_optimizer: bool,
-) -> None:
+def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(has_own_optimizer: bool) -> None:
     stage, _ = a_run("a")
     stage.happens(Surroundings(has_own_optimizer=has_own_optimizer))
     stage.stands_still(7.0)

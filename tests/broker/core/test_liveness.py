@@ -1,7 +1,5 @@
 """Whom a broker waits for: workers that are silent, gone or removed, or whose training stands still."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -56,9 +54,7 @@ def test_worker_that_does_not_train_does_not_stand_still(state: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"quorum": 1, "grace": 1.0}], ids=str
 )
-def test_push_of_a_stalled_worker_counts_and_shows_that_it_goes_on(
-    options: dict[str, Any],
-) -> None:
+def test_push_of_a_stalled_worker_counts_and_shows_that_it_goes_on(options: dict[str, Any]) -> None:
     """It is expected from the next round, though its next heartbeat may be half a minute away."""
     stage, *_ = standing(**options)
     assert stage.expected == {"a"}

@@ -1,7 +1,5 @@
 """Joining, seeding and coming back, in the core alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -51,9 +49,7 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
         {"wire_dtype": "bf16"},
     ],
 )
-def test_unsound_seeding_is_refused_and_another_worker_asked(
-    fields: dict[str, Any],
-) -> None:
+def test_unsound_seeding_is_refused_and_another_worker_asked(fields: dict[str, Any]) -> None:
     stage = a_stage(workers=1)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     push = messages.Push(a.token(), 7, 0, 3, "fp32", purpose=messages.Purpose.SEEDING)

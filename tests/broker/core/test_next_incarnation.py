@@ -1,7 +1,5 @@
 """What a broker that came back does once it has its parameters: rounds, optimizer, counters."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """What the broker measures of pushes: their length, a bound on it, and workers that send the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -37,9 +35,7 @@ def shown(stage: Stage) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"quorum": 5}])
-def test_feed_has_what_the_broker_measured_not_what_a_worker_says(
-    options: dict[str, Any],
-) -> None:
+def test_feed_has_what_the_broker_measured_not_what_a_worker_says(options: dict[str, Any]) -> None:
     stage, puppets = a_run_of(*FIVE, **options)
     for place, puppet in enumerate(puppets):
         of_norm(puppet, place, 2.0 + place, norm=1e-9)

@@ -1,7 +1,5 @@
 """What a key is good for, where a broker asks for keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_broker.config import BrokerConfig

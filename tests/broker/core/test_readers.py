@@ -1,7 +1,5 @@
 """Readers that do not go on cost nothing that stays; those that are only slow get their version."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_broker.core.events import Received

@@ -1,7 +1,5 @@
 """A broker that was killed goes on, in the core alone: from its checkpoint, its workers, or both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

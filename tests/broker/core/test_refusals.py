@@ -1,7 +1,5 @@
 """What anybody may ask for: refusals are logged within bounds, noise ends, probes have a share."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_broker.config import BrokerConfig

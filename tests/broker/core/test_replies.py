@@ -1,7 +1,5 @@
 """How a quantized version goes to a reader, by what the reader holds."""
 
-from __future__ import annotations
-
 from diloco_broker.core.versions.fragment import FragmentVersions, VersionInProgress
 from diloco_broker.core.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment

@@ -1,7 +1,5 @@
 """Rounds, in the core alone: who is waited for, what is counted, what a death changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -104,9 +102,7 @@ def test_another_push_id_abandons_the_unfinished_push() -> None:
 
 
 @pytest.mark.parametrize("is_folded", [True, False])
-def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk(
-    is_folded: bool,
-) -> None:
+def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk(is_folded: bool) -> None:
     stage, a, b = two(by_hand=not is_folded)
     a.begins(1)
     a.delivers([0, 2])
@@ -325,9 +321,7 @@ def test_stop_waits_for_a_closing_round_for_five_seconds() -> None:
 
 
 @pytest.mark.parametrize("pushes", [{"a": 1, "b": 2}, {}, {"a": 1}], ids=["lacks", "has", "open"])
-def test_stop_abandons_an_open_round_and_saves_what_is_not_saved(
-    pushes: dict[str, int],
-) -> None:
+def test_stop_abandons_an_open_round_and_saves_what_is_not_saved(pushes: dict[str, int]) -> None:
     stage, *_ = two(save_dir="folder", save_every=5)
     stage.is_saved()
     stage.pushes(**pushes)

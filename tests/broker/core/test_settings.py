@@ -1,7 +1,5 @@
 """What an operator may change while a run goes on, and ask of all workers: the core alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

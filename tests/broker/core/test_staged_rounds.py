@@ -1,7 +1,5 @@
 """Rounds over whole submissions: quorum, grace, late work, the order of merging."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

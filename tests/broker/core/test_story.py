@@ -1,7 +1,5 @@
 """What an error of the core tells: the round, the worker, and the last events of both."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 import weakref

@@ -1,7 +1,5 @@
 """Whatever happens to workers and broker, the parameters at the end contain each unit once an epoch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Units of a data set: each goes to one worker in an epoch, and is in the global parameters once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -199,9 +197,7 @@ REQUESTS = st.tuples(
 @patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
 @settings(max_examples=30)
 @given(requests=st.lists(REQUESTS, min_size=40, max_size=60))
-def test_few_ranges_of_units_lie_free(
-    requests: list[tuple[str, str, int, int, int]],
-) -> None:
+def test_few_ranges_of_units_lie_free(requests: list[tuple[str, str, int, int, int]]) -> None:
     data = DataSet(10_000, 0, None)
     for who, what, first, rows, length in requests:
         start = max(0, data.next + first)

@@ -1,7 +1,5 @@
 """What a relay says to its hub and to its site: the core alone, with buffers whose mean is their sum."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import count
 from typing import Any, TypeVar

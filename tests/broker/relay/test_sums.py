@@ -1,7 +1,5 @@
 """Means that a relay makes, beside plain torch: what quantization omits of one is in the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

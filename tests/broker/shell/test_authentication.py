@@ -1,7 +1,5 @@
 """Keys that are taken back while messages under them wait to be handled."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

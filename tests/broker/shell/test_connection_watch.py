@@ -1,7 +1,5 @@
 """Connections that cost more than they may are ended; those that work are left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -337,9 +335,7 @@ def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
     assert crowd.shut == [0, 2]
 
 
-def test_message_left_by_a_connection_that_is_gone_belongs_to_no_other(
-    on: Watching,
-) -> None:
+def test_message_left_by_a_connection_that_is_gone_belongs_to_no_other(on: Watching) -> None:
     on.named()
     assert on.watch.name(b"older", 7, None).transport is None  # the number is in use again
     on.watch.closed(7)

@@ -1,7 +1,5 @@
 """What the broker's process takes of the machine: memory that it keeps and gives back, open files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What waits in the broker: tensor work, and acknowledgements that go out together."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Messages of peers that have not joined get a share of the loop's time; those of members never wait."""
 
-from __future__ import annotations
-
 from diloco_broker.shell.receive_queue import ROOM, SAVED_AT_MOST_S, SHARE, ReceiveQueue
 from diloco_broker.shell.sockets import Incoming
 

@@ -1,7 +1,5 @@
 """Tensor work that is lent to threads: the same events in the same order, and the same bits."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What anybody who reaches the port may send, over real sockets: it costs little, and nothing stays."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

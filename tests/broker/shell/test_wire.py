@@ -4,8 +4,6 @@ Numbers are compared with a reference written from the formulas; bad input is se
 round is finished after each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -386,9 +384,7 @@ def test_broker_listens_where_it_was_told(host: str) -> None:
         assert worker.pull(ELEMENTS).sum() == ELEMENTS
 
 
-def test_loop_rests_only_when_no_heartbeats_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loop_rests_only_when_no_heartbeats_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two thousand wait when it begins; with a rest after each slice of time it would be dozens."""
     rests: list[float] = []
 

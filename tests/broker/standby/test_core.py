@@ -1,7 +1,5 @@
 """When a standby vouches for its hub, whom it keeps, and when it takes over."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, TypeVar
 

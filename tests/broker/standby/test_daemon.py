@@ -1,7 +1,5 @@
 """A standby beside a hub, with sockets, in threads: keys, its folder, what it is told."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import shutil
@@ -104,9 +102,7 @@ def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -
                 operator.ask("set", outer_lr=0.7)
 
 
-def test_a_standby_whose_options_do_not_fit_leaves_the_run_to_the_hub(
-    tmp_path: Path,
-) -> None:
+def test_a_standby_whose_options_do_not_fit_leaves_the_run_to_the_hub(tmp_path: Path) -> None:
     model = {f"layers.{n}.weight": torch.zeros(4, 4) for n in range(2)}
     options = {"num_fragments": 2, "sync_every": 10}
     hub = Broker(config_of(tmp_path / "hub", standby=True, recover_wait=0.0, **options), model)

@@ -1,7 +1,5 @@
 """A hub's checkpoints, copied over the wire while it runs."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import shutil
@@ -151,9 +149,7 @@ def test_copies_are_sound_while_the_hub_saves(processes: Processes, tmp_path: Pa
         assert_equal(checkpoint.load(path), written)
 
 
-def test_hub_that_saves_nothing_or_has_no_checkpoint_yet_says_so(
-    tmp_path: Path,
-) -> None:
+def test_hub_that_saves_nothing_or_has_no_checkpoint_yet_says_so(tmp_path: Path) -> None:
     with Broker(options(tmp_path / "hub")) as hub, Mirror(hub.address, tmp_path / "a") as mirror:
         wait_for(lambda: "No checkpoint yet" in (mirror.problem or ""))
     config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)

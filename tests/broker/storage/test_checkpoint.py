@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or not at all, found again, never believed when damaged or hostile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

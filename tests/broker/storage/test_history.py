@@ -1,7 +1,5 @@
 """The history of a run: lines that are bounded, survive a crash, and block no round."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

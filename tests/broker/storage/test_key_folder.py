@@ -1,7 +1,5 @@
 """The folder of keys: what `diloco-broker keygen` makes and says, and whom a broker lets in by it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -53,9 +51,7 @@ def test_nobody_else_may_read_or_write_anything_of_it(tmp_path: Path) -> None:
     assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_file()} == {0o600}
 
 
-def test_first_call_prints_a_line_for_each_machine_and_makes_its_files(
-    path: Path,
-) -> None:
+def test_first_call_prints_a_line_for_each_machine_and_makes_its_files(path: Path) -> None:
     _, said = keygen(path, "gpu-0", "gpu-1", "--operator", "anna")
     assert f"serve --keys {shlex.quote(str(path))} --bind tcp://0.0.0.0:8512" in said
     for name in ("gpu-0", "gpu-1"):

@@ -1,7 +1,5 @@
 """The model as a Hugging Face folder: like the one that was fine-tuned, with the run's values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

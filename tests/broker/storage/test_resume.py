@@ -1,7 +1,5 @@
 """A broker that is stopped or killed goes on from its checkpoint as if nothing had happened."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The folder of a run: a run found there is resumed or moved aside; permissions and locks."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

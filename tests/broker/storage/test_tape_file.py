@@ -1,7 +1,5 @@
 """The file of a tape: what a broker was told and did, to be replayed elsewhere."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

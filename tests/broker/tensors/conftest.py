@@ -1,7 +1,5 @@
 """Every test of tensors draws the same random numbers, whichever ran before it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Any optimizer of torch as the outer one, by factory; and which one the options choose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Outer optimizers against the same in plain torch, over several chunks and fragments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The broker's tensors: means, maxima, outer steps, the model file, and chunks that never change."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Chunks worked on piece by piece, and contributions that are held as they came: the same bits."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Radial-directional averaging against its formula on whole tensors, in plain torch and fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

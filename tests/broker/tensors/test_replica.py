@@ -1,7 +1,5 @@
 """What workers hold where replies are quantized, and how it follows the master parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -120,9 +120,7 @@ def by_formula(name: str, pushes: Sequence[Push], weights: Sequence[float], dtyp
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("chunk_elements", [1, 7, 64])
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_tensors_take_the_mean_length_in_the_mean_direction(
-    fragments: int, chunk_elements: int, dtype: str
-) -> None:
+def test_lengths_and_directions_are_means(fragments: int, chunk_elements: int, dtype: str) -> None:
     run = Run(chunk_elements=chunk_elements, fragments=fragments)
     pushes, weights = some_pushes(3), [1.0, 2.5, 0.25]
     got = run.gradient(pushes, weights, dtype)

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -79,8 +79,7 @@ def executor(
         for span in fragment.spans:
             made.add(StoreInitial(fragment.fragment, span.index, None))
     while made:
-        stored = list(made.do_some(layout))
-        assert all(isinstance(each, events.InitialStored) for each in stored)
+        assert all(isinstance(each, events.InitialStored) for each in made.do_some(layout))
     return made
 
 
@@ -135,10 +134,7 @@ def rounds(made: TensorExecutor, layout: ModelLayout, wire: str) -> list[str]:
 
 
 def whole(made: TensorExecutor, layout: ModelLayout) -> list[bytes]:
-    found = []
-    for each in made.of(layout).wires(0):
-        found.append(bytes(getattr(each, "whole", each)))
-    return found
+    return [bytes(getattr(each, "whole", each)) for each in made.of(layout).wires(0)]
 
 
 DTYPES = [("bf16", "fp32"), ("fp32", "bf16"), ("int8", "int4z"), ("int4z", "int4z")]
@@ -170,7 +166,7 @@ def test_order_of_threads_changes_no_bit(
 
 
 @pytest.mark.parametrize("aggregate_", ["mean", "clip-median-norm", "trimmed-mean", "rda"])
-def test_whole_submissions_are_merged_beside_each_other_to_the_same_bits(aggregate_: str) -> None:
+def test_complete_pushes_merged_in_parallel_have_the_same_bits(aggregate_: str) -> None:
     layout = a_layout()
     found = []
     for threads in (None, InAnyOrder(1, 4), InAnyOrder(2, 7)):
@@ -204,17 +200,21 @@ def test_real_threads_take_part_and_come_to_the_same_bits() -> None:
     one.close()
 
 
+def has_four_steps_due(made: TensorExecutor, layout: ModelLayout) -> None:
+    """The first four chunks have been added up; their outer steps wait."""
+    for index, chunk in enumerate(payloads(layout, 0, "bf16")[0][:4]):
+        made.add(Fold(0, index, "a", 0, 1.0, "bf16", chunk))
+    list(made.do_some(layout))
+    for index in range(4):
+        made.add(Step(0, index, 1.0, 0))
+
+
 def test_each_result_is_in_its_place_when_it_is_told_and_none_behind_it() -> None:
     """So a checkpoint that is made on an event is the one that a single thread would make."""
     layout = a_layout()
     made = executor(layout, InAnyOrder(0, 8))
     before = whole(made, layout)
-    sent = payloads(layout, 0, "bf16")
-    for index in range(4):
-        made.add(Fold(0, index, "a", 0, 1.0, "bf16", sent[0][index]))
-    list(made.do_some(layout))
-    for index in range(4):
-        made.add(Step(0, index, 1.0, 0))
+    has_four_steps_due(made, layout)
     told = 0
     for event in made.do_some(layout):
         assert isinstance(event, events.Stepped)
@@ -231,12 +231,7 @@ def test_what_is_done_already_comes_before_an_order_that_changes_the_tensors() -
     """Buffered gradients are forgotten: those of steps that were done at the same time, as well."""
     layout = a_layout()
     made = executor(layout, InAnyOrder(0, 8), outer="dn", dn_buffer=3)
-    sent = payloads(layout, 0, "bf16")
-    for index in range(4):
-        made.add(Fold(0, index, "a", 0, 1.0, "bf16", sent[0][index]))
-    list(made.do_some(layout))
-    for index in range(4):
-        made.add(Step(0, index, 1.0, 0))
+    has_four_steps_due(made, layout)
     told: list[events.Event] = []
     for event in made.do_some(layout):
         if not told:
@@ -268,11 +263,7 @@ def test_failure_of_a_thread_is_raised_where_the_work_was_asked_for_once_all_are
     assert len(ended) == 6
     assert threads.run([lambda: 1, lambda: 2, lambda: 3, lambda: 4]) == [1, 2, 3, 4]
     threads.close()
-    assert not [each for each in _threads() if each.startswith("diloco-tensors")]
-
-
-def _threads() -> Iterator[str]:
-    return (each.name for each in threading.enumerate())
+    assert not [each for each in threading.enumerate() if each.name.startswith("diloco-tensors")]
 
 
 def test_no_two_threads_write_to_the_same_scratch() -> None:

@@ -196,9 +196,7 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
     ],
     ids=str,
 )
-def test_refused_command_is_one_line_and_an_exit_code(
-    broker: Broker, words: list[str], code: int
-) -> None:
+def test_refused_command_exits_with_one_line(broker: Broker, words: list[str], code: int) -> None:
     got, said = invoke(broker, *words)
     assert (got, said.count("\n")) == (code, 1), said
     with Operator(broker.address) as operator:
@@ -206,7 +204,7 @@ def test_refused_command_is_one_line_and_an_exit_code(
 
 
 @pytest.mark.parametrize("words", [["status"], ["status", "--json"]], ids=str)
-def test_status_that_is_refused_is_no_status(
+def test_refused_status_is_an_error(
     broker: Broker, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a broker of another version, which answers with an error."""
@@ -215,9 +213,7 @@ def test_status_that_is_refused_is_no_status(
     assert (code, "another version" in said) == (1, True)
 
 
-def test_start_with_fewer_rounds_than_the_run_has_made_says_that_it_ends(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_start_after_the_last_round_says_so_and_ends(processes: Processes, tmp_path: Path) -> None:
     model = mlp()
     options: dict[str, Any] = {"workers": 1, "sync_every": 4, "save_dir": str(tmp_path / "run")}
     delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}

@@ -113,7 +113,7 @@ NO_SCHEDULE: list[Any] = [
 
 
 @pytest.mark.parametrize("text", NO_SCHEDULE, ids=repr)
-def test_text_that_is_no_schedule_is_refused(text: Any) -> None:
+def test_text_that_is_not_a_schedule_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=r"schedule|rounds"):
         Schedule.parse(text)
 

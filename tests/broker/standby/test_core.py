@@ -103,9 +103,7 @@ def alone(desk: Desk) -> Desk:
     return desk
 
 
-def test_a_nonce_comes_back_unless_it_was_for_an_earlier_incarnation_or_is_of_an_earlier_hub(
-    desk: Desk,
-) -> None:
+def test_nonce_of_an_earlier_incarnation_or_hub_is_not_returned(desk: Desk) -> None:
     assert desk.promises() == [messages.Promise("sb", desk.incarnation, 7)]
     desk.hears_hub(incarnation=desk.incarnation + 1)
     assert not desk.promises()
@@ -156,14 +154,14 @@ def test_a_vote_counts_for_as_long_as_a_lease(alone: Desk) -> None:
     assert not alone.taken_over
 
 
-def test_who_is_no_voter_does_not_count(alone: Desk) -> None:
+def test_votes_of_others_than_the_voters_do_not_count(alone: Desk) -> None:
     for voter in (11, 98, 99):
         alone.votes(voter)
     alone.passes(0.1)
     assert not alone.taken_over
 
 
-def test_an_old_nonce_or_one_of_nobody_is_no_vote(alone: Desk) -> None:
+def test_old_or_unknown_nonce_is_not_a_vote(alone: Desk) -> None:
     (asked,) = alone.comes(11)
     alone.comes(12)
     alone.passes(L + 0.1)
@@ -193,7 +191,7 @@ def test_settings_of_the_hub_are_followed_once(desk: Desk) -> None:
         assert found == [settings] * count
 
 
-def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
+def test_worker_that_stays_long_is_sent_to_the_hub(alone: Desk) -> None:
     assert alone.comes(11)
     for _ in range(int(core.STAYS_FOR * L)):
         alone.passes(1.0)
@@ -204,7 +202,7 @@ def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
     assert alone.comes(11)  # and may come again
 
 
-def test_who_joins_in_a_flood_is_asked_no_more_often(alone: Desk) -> None:
+def test_flood_of_joins_is_asked_for_one_vote(alone: Desk) -> None:
     asked = [alone.comes(11) for _ in range(500)]
     assert len(asked[0]) == 1 and not any(asked[1:])
     vote = messages.Vote(b"", 11, asked[0][0].nonce or 0)
@@ -270,9 +268,7 @@ def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_a_takeover_that_cannot_be_written_down_is_tried_again(
-    alone: Desk, is_forced: bool
-) -> None:
+def test_takeover_that_cannot_be_recorded_is_retried(alone: Desk, is_forced: bool) -> None:
     if is_forced:
         assert alone.asks("promote", force=True).data == {"is_over": True}
     else:

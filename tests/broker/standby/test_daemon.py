@@ -38,24 +38,23 @@ def is_replaced(hub: Broker) -> bool:
         return bool(operator.ask("status").data["standby"]["is_replaced"])
 
 
-@pytest.mark.parametrize("hub", ["8512", "http://hub", "tcp://hub:99999"])
-def test_an_address_that_leads_nowhere_gets_a_sentence(tmp_path: Path, hub: str) -> None:
-    with pytest.raises(UsageError, match="address"):
-        StandbyBroker(config_of(tmp_path / "copy"), hub)
-    assert not (tmp_path / "copy").exists()
-
-
-@pytest.mark.parametrize("option", [{"fresh": True}, {"resume": "none"}])
-def test_a_standby_refuses_options_that_begin_a_run(tmp_path: Path, option: dict[str, Any]) -> None:
-    """At a takeover its broker would not continue from the copy."""
-    with pytest.raises(UsageError, match="hub"):
-        StandbyBroker(config_of(tmp_path / "copy", **option), "tcp://127.0.0.1:9")
-    assert not (tmp_path / "copy").exists()
-
-
-def test_a_standby_needs_the_key_of_an_operator(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("hub", "option", "word"),
+    [
+        *((each, {}, "address") for each in ("8512", "http://hub", "tcp://hub:99999")),
+        # At a takeover its broker would not continue from the copy.
+        *(("tcp://127.0.0.1:9", each, "hub") for each in ({"fresh": True}, {"resume": "none"})),
+    ],
+)
+def test_start_that_leads_nowhere_is_refused(
+    tmp_path: Path, hub: str, option: dict[str, Any], word: str
 ) -> None:
+    with pytest.raises(UsageError, match=word):
+        StandbyBroker(config_of(tmp_path / "copy", **option), hub)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_standby_needs_an_operators_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = KeyFolder.make(tmp_path / "keys")
     keys.add_all([Peer(Role.OPERATOR, "anna"), Peer(Role.WORKER, "gpu-0")])
     shutil.copytree(tmp_path / "keys", tmp_path / "other")
@@ -210,9 +209,7 @@ def test_settings_of_the_hub_outlive_the_process_of_its_standby(tmp_path: Path) 
         again.stop()
 
 
-def test_settings_that_do_not_go_with_the_options_of_a_standby_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unfit_settings_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hub = Broker(config_of(tmp_path / "hub", standby=True, workers=3, min_workers=2))
     standby = StandbyBroker(config_of(tmp_path / "copy", mode="async"), hub.address)
     with hub:

@@ -43,7 +43,7 @@ def peers(folder: Path) -> set[Peer]:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_nobody_else_may_read_or_write_anything_of_it(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_or_write_the_keys(tmp_path: Path) -> None:
     above = tmp_path / "above"
     assert keygen(above / "keys", "gpu-0")[0] == 0
     found = [above, *above.rglob("*")]
@@ -154,7 +154,7 @@ def test_broker_key_that_is_none_is_refused(path: Path) -> None:
             KeyFolder(path)
 
 
-def test_public_half_that_others_may_write_lets_nobody_in(path: Path) -> None:
+def test_public_key_that_others_may_write_is_ignored(path: Path) -> None:
     folder = KeyFolder.make(path)
     folder.add_all([GPU])
     before = folder.fingerprint()
@@ -171,7 +171,7 @@ def test_new_key_is_not_written_where_others_may_write(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.key"))
 
 
-def test_what_is_no_public_key_lets_nobody_in_and_is_named(path: Path) -> None:
+def test_file_that_is_not_a_public_key_is_named_and_ignored(path: Path) -> None:
     folder = KeyFolder.make(path)
     folder.add_all([GPU, Peer(Role.OPERATOR, "anna")])
     workers, operators = path / "allowed" / "worker", path / "allowed" / "operator"

@@ -33,9 +33,7 @@ def entry(name: str, kind: Kind = Kind.TRAINABLE) -> TensorEntry:
     ],
     ids=str,
 )
-def test_short_run_with_momentum_is_warned_of_once(
-    options: dict[str, Any], said: str | None
-) -> None:
+def test_short_run_with_momentum_is_warned(options: dict[str, Any], said: str | None) -> None:
     stage, puppets = a_run("a", "b", rounds=0, **options)
     assert len(advice(stage)) == (said is not None)
     a_round(puppets, 0)

@@ -39,7 +39,7 @@ def test_reader_that_has_missed_some_gets_their_codes_in_order() -> None:
     assert reply.message.parts == (10, 10, 10)
 
 
-def test_reader_gets_the_chunk_whole_where_no_chain_leads_to_it_or_a_longer_one() -> None:
+def test_full_chunk_is_sent_where_no_shorter_chain_leads_to_it() -> None:
     chain = chained(20)
     whole = Chunk(0, 0, version=version(20))
     assert told(chain, None, 20) == Reply(whole, memoryview(WHOLE))
@@ -58,7 +58,7 @@ def test_version_that_came_to_nothing_is_in_no_chain() -> None:
     assert chain.between(version(3), version(4, tag=5)) is None
 
 
-def test_chunk_without_a_code_goes_whole_and_so_it_goes_to_all_behind_it() -> None:
+def test_chunk_without_a_code_is_sent_in_full_to_all_behind_it() -> None:
     chain = chained(2)
     chain.follows(version(3), version(2), [None])
     chain.follows(version(4), version(3), [memoryview(b"4")])
@@ -66,7 +66,7 @@ def test_chunk_without_a_code_goes_whole_and_so_it_goes_to_all_behind_it() -> No
     assert told(chain, version(1), 4).message.parts is None
 
 
-def test_what_is_no_code_always_goes_as_it_is() -> None:
+def test_plain_chunk_is_sent_unchanged() -> None:
     whole = Chunk(0, 0, version=version(2))
     assert chained(2).reply(b"as it is", whole, version(1)) == Reply(whole, b"as it is")
 

@@ -168,7 +168,7 @@ def test_split_of_ones_own_is_shown(tmp_path: Path) -> None:
         ["model.pt", "--fragment-plan", "s.json", "--num-fragments", "3"],
     ],
 )
-def test_what_cannot_be_planned_is_one_line_and_exit_2(
+def test_bad_plan_is_one_line_and_exit_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

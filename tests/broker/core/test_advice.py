@@ -21,10 +21,7 @@ def entry(name: str, kind: Kind = Kind.TRAINABLE) -> TensorEntry:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"max_rounds": 20},
-            "about 20 rounds of each fragment (--max-rounds 20); outer momentum (here 0.9)",
-        ),
+        ({"max_rounds": 20}, "about 20 rounds"),
         ({"max_rounds": 50}, None),
         ({"max_rounds": 98, "num_fragments": 2}, "about 49 rounds"),
         ({"max_rounds": 98, "mode": "async"}, "about 49 rounds"),

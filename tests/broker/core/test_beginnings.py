@@ -115,7 +115,7 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back(is_bac
     assert (stage.version().run == RUN) == is_back
 
 
-def test_feed_names_whom_the_first_parameters_come_from() -> None:
+def test_feed_names_the_source_of_the_first_parameters() -> None:
     stage = with_a_file(by_hand=True)
     assert "join" in stage.shown()["waiting_for"]
     stage.worker("new").joins()

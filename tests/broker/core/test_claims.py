@@ -147,7 +147,7 @@ def test_ledger_of_a_push_is_not_kept_with_it() -> None:
     assert contribution.push.ledger is None
 
 
-def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
+def test_versions_of_unknown_fragments_are_ignored() -> None:
     stage = a_stage(1)
     many = tuple(VersionId("00000000000000aa", 2**40, tag) for tag in range(1000))
     worker = stage.worker("a").joins(run="00000000000000aa", versions=many)

@@ -53,7 +53,7 @@ def test_every_combination_of_what_is_here_and_what_holds(held: Reason | None) -
         assert found.closes == (found.why is None)
 
 
-def test_reason_has_its_particulars() -> None:
+def test_reason_carries_counts_and_times() -> None:
     tally = Tally(1, False, 3)
     assert decide(tally, Limits(floor=3), NOW).why == Why(Reason.PUSHES, 2, since=NOW)
     enough = Tally(1, False, 2, enough_at=NOW - 3)

@@ -141,7 +141,7 @@ def test_described_model_that_has_no_room_is_refused_as_a_join(stage: Stage) -> 
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 40])
-def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> None:
+def test_claim_of_an_impossible_size_is_refused(stage: Stage, size: int) -> None:
     route = stage.route()
     named = messages.in_a_header(messages.Join("a", LARGE))
     stage.happens(Received(route, replace(named, size=size)))

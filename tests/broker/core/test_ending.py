@@ -51,7 +51,7 @@ def test_workers_know_of_the_end_before_they_have_the_last_version() -> None:
     assert told[-2:] == [Notice, Released]
 
 
-def test_a_worker_that_does_not_leave_is_waited_for_within_bounds() -> None:
+def test_wait_for_workers_to_leave_is_bounded() -> None:
     stage, (_, b) = a_run("a", "b", rounds=2, max_rounds=2, heartbeat_timeout=0.0)
     b.leaves()
     stage.passes(LEAVE_WITHIN_S - 1.0)
@@ -80,7 +80,7 @@ def test_last_round_closes_with_complete_pushes_at_its_deadline(deterministic: b
     assert not stage.said("too few complete pushes")
 
 
-def test_a_last_round_with_too_few_is_not_made() -> None:
+def test_last_round_below_the_floor_is_dropped() -> None:
     stage, (a, _) = a_run("a", "b", rounds=2, max_rounds=3, **PATIENT | {"min_workers": 2})
     stage.passes(0.2)
     a.pushes(91)
@@ -257,7 +257,7 @@ def test_fragments_all_end_with_the_same_steps() -> None:
     assert stage.counters == [2, 2]
 
 
-def test_a_restarted_broker_counts_on() -> None:
+def test_totals_continue_after_a_restart() -> None:
     crashed = a_saved_run("a", rounds=1, token_budget=100, max_time="1h", heartbeat_timeout=0.0)
     crashed.passes(1000.0)
     crashed.puppets["a"].pushes(11, tokens=60)
@@ -304,7 +304,7 @@ def test_late_joiner_is_told_how_far_the_run_is_before_its_first_step() -> None:
     assert told(late) == Progress(rounds=3, steps=300)
 
 
-def test_steps_of_a_round_are_those_of_the_middle_of_its_workers() -> None:
+def test_steps_of_a_round_are_the_median_of_its_workers() -> None:
     stage = a_stage(workers=3)
     slow, usual, liar = stage.joined("slow", "usual", "liar")
     for number, (puppet, steps) in enumerate([(slow, 30), (usual, 100), (liar, MOST)]):
@@ -358,7 +358,7 @@ def test_claims_without_bound_end_nothing() -> None:
     assert stage.shown()["totals"]["tokens"] == MOST
 
 
-def test_end_that_is_set_is_told_and_the_nearest_says_how_much_is_done() -> None:
+def test_progress_is_measured_to_the_nearest_limit() -> None:
     _, (a, b) = a_run("a", "b", rounds=0, max_rounds=4, token_budget=1000)
     pushes_and_pulls(1, a, b, tokens=50)
     progress = told(a)

@@ -104,7 +104,7 @@ def test_hub_that_has_not_heard_its_standby_admits_no_worker() -> None:
     assert hub.stage.worker("b").joins().got(Welcome)
 
 
-def test_without_the_option_there_is_no_lease() -> None:
+def test_broker_without_the_option_has_no_lease() -> None:
     stage = a_stage(workers=1)
     route = stage.route()
     stage.happens(Received(route, Promise("sb", 5)))
@@ -164,7 +164,7 @@ def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
     assert hub.stage.version().counter == 0 and a.all(Released)
 
 
-def test_a_hub_that_was_replaced_while_it_got_parameters_begins_no_run(hub: Hub) -> None:
+def test_hub_replaced_during_seeding_starts_no_run(hub: Hub) -> None:
     a = hub.stage.worker("a").joins(voter=1)
     hub.stage.by_hand = True
     a.seeds()
@@ -262,7 +262,7 @@ def test_worker_that_was_sent_away_does_not_replace_a_dead_one_when_it_rejoins()
     assert [each["id"] for each in hub.stage.shown()["dead"]] == ["a"]
 
 
-def test_a_hub_whose_lease_lapses_in_the_last_round_does_not_end_before_it_has_it_again() -> None:
+def test_hub_does_not_end_its_last_round_without_a_lease() -> None:
     hub = promised(max_rounds=2)
     (a,) = joined(hub, a=1)
     a.pushes(7)
@@ -282,7 +282,7 @@ def test_a_hub_whose_lease_lapses_in_the_last_round_does_not_end_before_it_has_i
     assert [end.is_complete for end in hub.stage.ends] == [True]
 
 
-def test_a_hub_without_a_lease_does_not_end_though_its_run_is_over() -> None:
+def test_hub_without_a_lease_does_not_exit_after_the_run() -> None:
     """The last version may be nowhere else, and the standby may make another one."""
     hub = promised(max_rounds=1)
     (a,) = joined(hub, a=1)
@@ -296,7 +296,7 @@ def test_a_hub_without_a_lease_does_not_end_though_its_run_is_over() -> None:
     assert not hub.stage.ends, "another broker has the run"
 
 
-def test_a_hub_whose_standby_is_gone_ends_once_its_workers_have_left_one_by_one() -> None:
+def test_hub_without_a_standby_ends_once_its_workers_have_left() -> None:
     hub = promised(max_rounds=1, workers=2)
     a, b = joined(hub, a=1, b=2)
     hub.is_promised_for(2.0)
@@ -368,7 +368,7 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
     assert hub.lease.holds
 
 
-def test_a_former_standby_that_has_taken_over_is_obeyed() -> None:
+def test_former_standby_with_a_higher_term_replaces_the_hub() -> None:
     hub = promised()
     hub.stage.asks("promote", force=True)
     hub.says(standby="other", incarnation=9)
@@ -389,7 +389,7 @@ def test_a_new_standby_is_saved_at_once() -> None:
     assert hub.stage.checkpoints[-1].record.standby == "other"
 
 
-def test_a_hub_goes_on_alone_once_its_standby_was_silent_for_a_lease(hub: Hub) -> None:
+def test_hub_continues_alone_after_a_lease_of_silence(hub: Hub) -> None:
     hub.stage.passes(L + 0.1)
     assert hub.stage.asks("promote").ok
     assert hub.lease.holds
@@ -456,7 +456,7 @@ def test_while_new_voters_are_on_their_way_both_sets_need_a_majority() -> None:
     assert count.ballot.voters == {3, 4, 5} and count.ballot.supported_at == 3.0
 
 
-def test_a_nonce_of_an_earlier_proposal_of_the_same_voters_says_nothing_of_a_later_one() -> None:
+def test_nonce_confirms_only_its_own_proposal() -> None:
     count = Count()
     count.ballot.propose(frozenset({1}))
     early = count.nonce()
@@ -467,7 +467,7 @@ def test_a_nonce_of_an_earlier_proposal_of_the_same_voters_says_nothing_of_a_lat
     assert count.ballot.voters == {2}
 
 
-def test_a_restarted_hub_leaves_its_standby_the_voters_until_workers_are_back() -> None:
+def test_restarted_hub_keeps_the_voters_until_workers_return() -> None:
     hub = promised()
     hub.is_promised_for(2.0)
     assert hub.lease.holds
@@ -489,7 +489,7 @@ def test_a_lease_runs_from_its_nonce() -> None:
     assert not lease.holds
 
 
-def test_the_standby_hears_what_operators_have_set(hub: Hub) -> None:
+def test_settings_are_sent_to_the_standby(hub: Hub) -> None:
     joined(hub, a=1)
     hub.stage.passes(1.0)
     assert hub.leases[-1].settings["outer_lr"] == hub.stage.config.outer_lr

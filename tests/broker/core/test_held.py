@@ -157,15 +157,9 @@ def parameters_of_a_seed_worker(hold: Hold) -> Deadline:
 
 
 DEADLINES = (
-    time_of_the_last_round,
-    time_to_leave,
-    time_of_the_run,
-    late_push_in_a_quorum,
-    window_of_asynchronous_mode,
-    slot_without_progress,
-    worker_that_the_checkpoint_knows,
-    other_holders_of_a_run,
-    parameters_of_a_seed_worker,
+    *(time_of_the_last_round, time_to_leave, time_of_the_run, late_push_in_a_quorum),
+    *(window_of_asynchronous_mode, slot_without_progress, worker_that_the_checkpoint_knows),
+    *(other_holders_of_a_run, parameters_of_a_seed_worker),
 )
 
 
@@ -223,10 +217,7 @@ def answer_of_a_worker_whose_name_another_one_wants(_hold: Hold) -> Deadline:
 
 
 OF_WORKERS = (
-    silence,
-    broken_connection,
-    training_loop_that_hangs,
-    workers_of_the_run_before,
+    *(silence, broken_connection, training_loop_that_hangs, workers_of_the_run_before),
     answer_of_a_worker_whose_name_another_one_wants,
 )
 CASES = [
@@ -250,7 +241,7 @@ def test_deadlines_stop_while_run_is_held(deadline: Callable[[Hold], Deadline], 
 
 
 @HOLDS
-def test_a_round_took_the_time_in_which_it_could_close(hold: Hold) -> None:
+def test_duration_of_a_round_excludes_holds(hold: Hold) -> None:
     stage = hold.stage()
     a, b = stage.joined("a", "b")
     stage.passes(BEFORE_S + 0.2)
@@ -262,7 +253,7 @@ def test_a_round_took_the_time_in_which_it_could_close(hold: Hold) -> None:
 
 
 @HOLDS
-def test_a_worker_that_dies_while_the_run_is_held_is_not_waited_for_afterwards(hold: Hold) -> None:
+def test_worker_that_dies_during_a_hold_is_not_awaited(hold: Hold) -> None:
     """Workers send heartbeats whether rounds close or not, so silence means what it always does."""
     stage = hold.stage(heartbeat_timeout=30.0)
     a, b = stage.joined("a", "b")
@@ -330,7 +321,7 @@ def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(has_own_optimizer: b
 
 
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.1, LONGEST_S])
-def test_clock_runs_as_the_machine_s_while_the_broker_serves(step: float) -> None:
+def test_served_time_follows_the_machine_clock(step: float) -> None:
     now = 50.0
     clock = ServedTime(lambda: now)
     for _ in range(100):
@@ -340,7 +331,7 @@ def test_clock_runs_as_the_machine_s_while_the_broker_serves(step: float) -> Non
 
 
 @pytest.mark.parametrize("gap", [0.6, 3.0, 1e9])
-def test_clock_leaves_out_what_no_turn_takes(gap: float) -> None:
+def test_served_time_leaves_out_suspensions(gap: float) -> None:
     now = 50.0
     clock = ServedTime(lambda: now)
     now += gap

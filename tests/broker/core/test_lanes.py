@@ -102,7 +102,7 @@ def test_credit_that_overtakes_the_first_lane_counts() -> None:
     assert made.came(1) == [1, 3, 5]
 
 
-def test_no_lane_is_believed_more_credit_than_its_part() -> None:
+def test_credit_of_a_lane_is_capped() -> None:
     made, _ = group(8)
     for index in range(8):
         made.binds(index, credit=10**9)

@@ -199,7 +199,7 @@ def test_seeding_is_a_sign_of_life() -> None:
     assert stage.version().counter == 0
 
 
-def test_closed_connection_makes_the_broker_look_for_whose_it_was() -> None:
+def test_closed_connection_triggers_probes() -> None:
     stage, puppets = a_run("a", "b", "c")
     stage.passes(0.1)
     puppets[0].pushes(11)

@@ -49,7 +49,7 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
         {"wire_dtype": "bf16"},
     ],
 )
-def test_unsound_seeding_is_refused_and_another_worker_asked(fields: dict[str, Any]) -> None:
+def test_invalid_seeding_is_refused_and_another_worker_asked(fields: dict[str, Any]) -> None:
     stage = a_stage(workers=1)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     push = messages.Push(a.token(), 7, 0, 3, "fp32", purpose=messages.Purpose.SEEDING)
@@ -231,7 +231,7 @@ def test_workers_get_the_lowest_free_slots_of_as_many_as_the_run_is_planned_for(
     assert [share(stage, "a"), share(stage, "b")] == [(0, 3), (1, 3)]
 
 
-def test_a_worker_that_was_away_has_its_own_slot_again() -> None:
+def test_returning_worker_gets_its_slot_back() -> None:
     stage, (a, _) = a_run("a", "b", min_workers=1)
     a.dies()
     stage.joined("a")

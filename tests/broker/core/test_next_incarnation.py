@@ -212,7 +212,7 @@ def norms(stage: Stage) -> dict[str, dict[int, float]]:
 
 @pytest.mark.parametrize("durable", [False, True], ids=["usual", "durable"])
 @pytest.mark.parametrize("mode", ALL_MODES)
-def test_a_run_tells_after_a_kill_what_it_would_have_told(mode: str, durable: bool) -> None:
+def test_run_reports_the_same_after_a_kill(mode: str, durable: bool) -> None:
     options: dict[str, Any] = {"save_dir": "run", "durable": durable, "heartbeat_timeout": 0.0}
     whole = a_stage(workers=len(WORKERS), chunks=2, **options, **ALL_MODES[mode])
     whole.joined(*WORKERS)

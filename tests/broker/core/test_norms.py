@@ -51,7 +51,7 @@ def test_norms_of_fragments_are_compared_with_those_of_the_same_fragment() -> No
     assert not stage.said("times the workers' median")
 
 
-def test_nothing_is_usual_of_two() -> None:
+def test_two_workers_have_no_usual_norm() -> None:
     stage, puppets = fresh("a", "b")
     a_round_of(puppets, 0, 1, 100)
     assert stage.shown()["fragments"][0]["usual_norm"] is None
@@ -59,7 +59,7 @@ def test_nothing_is_usual_of_two() -> None:
     assert stage.row("b")["times_usual"] is None
 
 
-def test_one_that_stands_out_is_named_once_a_minute() -> None:
+def test_outlier_is_named_once_a_minute() -> None:
     stage, puppets = fresh(*FIVE)
     for number in range(3):
         a_round_of(puppets, number, 1, 1, 60, 1, 1)
@@ -239,7 +239,7 @@ def test_workers_that_send_the_same_are_named_once_and_shown(options: dict[str, 
     assert any("a and c" in reason for reason in found.reasons)
 
 
-def test_it_is_said_once_and_shown_as_long_as_it_holds() -> None:
+def test_identical_updates_are_logged_once_and_shown_while_they_last() -> None:
     stage, (a, b) = fresh("a", "b")
     for fingerprint in (SAME, OTHER, THIRD):
         push((a, fingerprint), (b, fingerprint))

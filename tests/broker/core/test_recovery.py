@@ -118,7 +118,7 @@ def test_each_fragment_is_adopted_from_the_worker_that_has_it_newest() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "sends nothing more", "sends NaN", "is kicked"])
-def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> None:
+def test_checkpoint_is_resumed_when_the_seed_worker_is_lost(how: str) -> None:
     crashed = a_saved_run("a", "b", rounds=2)
     stage, _ = next_incarnation(crashed, "b")
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=1))
@@ -208,7 +208,7 @@ def test_fresh_worker_that_is_asked_first_gives_way_to_one_that_holds_a_run() ->
     assert_masters_are_what_is_handed_out(stage)
 
 
-def test_another_run_and_another_model_are_refused_while_a_checkpoint_is_gone_on_with() -> None:
+def test_other_run_and_other_model_are_refused_after_a_resume() -> None:
     stage = a_saved_run("a", "b", rounds=1).restarted()
     stranger = stage.worker("x").comes_with(holding(99))
     assert (stranger.error().code, stranger.error().retry) == ("run_differs", False)
@@ -302,7 +302,7 @@ def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal()
     assert len(stage.said("b holds", "branch", str(b_held.version), str(ours))) == 1
 
 
-def test_branch_that_the_broker_has_left_behind_is_named_in_this_life_and_the_next() -> None:
+def test_abandoned_branch_is_named_in_this_and_the_next_incarnation() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
     theirs = ahead(crashed.holdings(), f0=1)
     stage = crashed.restarted(recover_wait=0.0)

@@ -151,7 +151,7 @@ def test_push_that_a_round_had_chosen_is_not_late_when_its_relay_died() -> None:
     assert a.offers(1).standing is messages.Standing.NEW
 
 
-def test_infinite_sum_of_a_relay_costs_the_relay_its_place_and_no_worker_its_push() -> None:
+def test_relay_that_sends_an_infinite_sum_is_disconnected() -> None:
     stage, north, a, b = two_at_a_relay()
     for worker, push_id in ((a, 1), (b, 2)):
         worker.offers(push_id)

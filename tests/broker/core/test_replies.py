@@ -50,7 +50,7 @@ def test_full_chunk_is_sent_where_no_shorter_chain_leads_to_it() -> None:
     assert told(chain, version(19, tag=5), 20).message.parts is None, "of another branch"
 
 
-def test_version_that_came_to_nothing_is_in_no_chain() -> None:
+def test_abandoned_version_is_in_no_chain() -> None:
     chain = chained(3)
     chain.follows(version(4, tag=5), version(3), [memoryview(b"lost")])
     chain.follows(version(4), version(3), [memoryview(b"made")])
@@ -78,7 +78,7 @@ def test_readers_that_hold_the_same_share_what_they_are_sent() -> None:
     assert len({bytes(reply.payload) for reply in found}) == 3
 
 
-def test_versions_that_never_were_cost_no_memory() -> None:
+def test_unknown_versions_cost_no_memory() -> None:
     versions, newest = being_made(5)
     found = {id(versions.reply(newest, 0, version(2, tag=tag))) for tag in range(1, 50)}
     assert found == {id(versions.reply(newest, 0, None))}

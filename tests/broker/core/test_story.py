@@ -49,7 +49,7 @@ def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> 
     assert "round 0" not in of_round
 
 
-def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_tells_the_events_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (a, _) = a_run("a", "b", rounds=0, chunks=CHUNKS)
     a.begins(1)
 

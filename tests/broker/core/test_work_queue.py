@@ -102,7 +102,7 @@ def test_worker_that_was_away_keeps_units_not_given_to_others() -> None:
     assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
 
 
-def test_a_push_that_has_counted_may_say_anything_of_its_units() -> None:
+def test_units_of_a_counted_push_are_not_checked() -> None:
     _, (a,) = a_run("a")
     a.pushes(71)
     grant = a.offers(71, lots=(Lot((71,), {"no such data": (0, 3)}),))
@@ -173,7 +173,7 @@ def test_units_that_two_pushes_of_a_worker_name_count_with_the_first() -> None:
     assert shown(a)["counted"] == 3, "two of these, and one of b"
 
 
-def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:
+def test_push_with_units_of_an_unknown_data_set_is_refused() -> None:
     a, _ = a_pair()
     a.puppet.begins(5, lots=(Lot((5,), {"photos": (0, 1)}),))
     error = a.puppet.got(Error)

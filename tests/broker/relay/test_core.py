@@ -164,7 +164,7 @@ def test_messages_of_a_worker_and_their_answers_pass_unchanged(site: Site) -> No
     assert site.did == [SendDown(route("deep"), notice, None, Via(route("x")))]
 
 
-def test_workers_are_put_off_until_the_hub_has_let_it_in() -> None:
+def test_workers_are_refused_until_the_hub_has_admitted_the_relay() -> None:
     site = Site()
     site.do(site.relay.disconnected("it restarts"))
     site.says(route("a"), messages.Join("a"))
@@ -449,7 +449,7 @@ def test_chunk_of_a_version_goes_to_a_relay_behind_this_one_once(site: Site) -> 
         assert [each.payload for each in site.only(SendDown)] == [payload]
 
 
-def test_hub_that_is_silent_is_given_up_with_all_that_came_on_its_connections(site: Site) -> None:
+def test_silent_hub_is_dropped_with_its_connections(site: Site) -> None:
     site.offers("a")
     number = site.holds("a", 0, 1)
     site.do(site.relay.tick(10.0))

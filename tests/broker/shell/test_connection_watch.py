@@ -188,7 +188,7 @@ def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watch
     assert "300 s" in why
 
 
-def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
+def test_protocol_overhead_of_zeromq_does_not_add_up(on: Watching) -> None:
     on.named()
     for _ in range(10_000):
         on.named().sent += 1000
@@ -383,7 +383,7 @@ def test_end_comes_with_the_next_message_where_the_name_was_not_sure(on: Watchin
     assert (too_early, on.wire.is_shut) == (False, True)
 
 
-def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> None:
+def test_late_message_of_an_ended_connection_names_no_other(on: Watching) -> None:
     drawn, again = b"\0drawn", Wire()
     on.watch.turns += limits.EVERYBODY
     on.watch.name(drawn, 7, None)

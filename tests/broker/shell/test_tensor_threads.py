@@ -11,14 +11,6 @@ from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.effects import (
-    AggregateAndStep,
-    Fold,
-    Inspect,
-    Step,
-    StoreInitial,
-    WholePush,
-)
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.tensors import aggregate
@@ -77,7 +69,7 @@ def executor(
         made._threads = threads
     for fragment in layout.all:
         for span in fragment.spans:
-            made.add(StoreInitial(fragment.fragment, span.index, None))
+            made.add(effects.StoreInitial(fragment.fragment, span.index, None))
     while made:
         assert all(isinstance(each, events.InitialStored) for each in made.do_some(layout))
     return made
@@ -113,7 +105,7 @@ def rounds(made: TensorExecutor, layout: ModelLayout, wire: str) -> list[str]:
         order = [(w, span.index) for span in spans for w in range(len(WORKERS))]
         random.Random(number).shuffle(order)
         for w, index in order:
-            made.add(Fold(0, index, WORKERS[w], number, 1.0 + w, wire, sent[w][index]))
+            made.add(effects.Fold(0, index, WORKERS[w], number, 1.0 + w, wire, sent[w][index]))
         looked_at = [0] * len(spans)
         weights = [0.0] * len(spans)
         while made:
@@ -123,13 +115,13 @@ def rounds(made: TensorExecutor, layout: ModelLayout, wire: str) -> list[str]:
                     continue
                 assert isinstance(event, events.WorkDone | events.WorkRefused)
                 work = event.work
-                assert isinstance(work, Fold)
+                assert isinstance(work, effects.Fold)
                 squares = event.squares if isinstance(event, events.WorkDone) else None
                 told.append(f"{number}: {work.index} {work.worker_id} {squares!r}")
                 looked_at[work.index] += 1
                 weights[work.index] += 0.0 if squares is None else work.weight
                 if looked_at[work.index] == len(WORKERS):
-                    made.add(Step(0, work.index, weights[work.index], number))
+                    made.add(effects.Step(0, work.index, weights[work.index], number))
     return told
 
 
@@ -175,14 +167,14 @@ def test_complete_pushes_merged_in_parallel_have_the_same_bits(aggregate_: str) 
         spans = layout.fragments[0].spans
         for w, worker in enumerate(WORKERS):
             for span in spans:
-                made.add(Inspect(0, span.index, worker, 0, "bf16", sent[w][span.index]))
+                made.add(effects.Inspect(0, span.index, worker, 0, "bf16", sent[w][span.index]))
         parts = tuple(
-            WholePush(worker, 1, 1.0 + w, 1.0, 10.0 + w, "bf16", sent[w])
+            effects.WholePush(worker, 1, 1.0 + w, 1.0, 10.0 + w, "bf16", sent[w])
             for w, worker in enumerate(WORKERS)
         )
         for count, groups in enumerate(((parts,), (parts[:1], parts[1:]))):
             for span in spans:
-                made.add(AggregateAndStep(0, span.index, groups, 2 * count))
+                made.add(effects.AggregateAndStep(0, span.index, groups, 2 * count))
         told = []
         while made:
             told += [type(event).__name__ for event in made.do_some(layout)]
@@ -203,10 +195,10 @@ def test_real_threads_take_part_and_come_to_the_same_bits() -> None:
 def has_four_steps_due(made: TensorExecutor, layout: ModelLayout) -> None:
     """The first four chunks have been added up; their outer steps wait."""
     for index, chunk in enumerate(payloads(layout, 0, "bf16")[0][:4]):
-        made.add(Fold(0, index, "a", 0, 1.0, "bf16", chunk))
+        made.add(effects.Fold(0, index, "a", 0, 1.0, "bf16", chunk))
     list(made.do_some(layout))
     for index in range(4):
-        made.add(Step(0, index, 1.0, 0))
+        made.add(effects.Step(0, index, 1.0, 0))
 
 
 def test_each_result_is_in_its_place_when_it_is_told_and_none_behind_it() -> None:
@@ -227,7 +219,7 @@ def test_each_result_is_in_its_place_when_it_is_told_and_none_behind_it() -> Non
     assert told == 4
 
 
-def test_what_is_done_already_comes_before_an_order_that_changes_the_tensors() -> None:
+def test_finished_steps_precede_an_order_that_changes_tensors() -> None:
     """Buffered gradients are forgotten: those of steps that were done at the same time, as well."""
     layout = a_layout()
     made = executor(layout, InAnyOrder(0, 8), outer="dn", dn_buffer=3)

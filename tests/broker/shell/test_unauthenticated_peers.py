@@ -230,7 +230,7 @@ def test_noise_of_a_peer_that_reconnects_is_logged_once(
 
 
 @pytest.mark.slow
-def test_description_of_a_model_of_many_tensors_comes_through(broker: Broker) -> None:
+def test_long_description_passes_the_limits(broker: Broker) -> None:
     model = torch.nn.ParameterDict(
         {f"{number:05}_{'of_a_long_name' * 6}": torch.zeros(1) for number in range(12_000)}
     )

@@ -59,17 +59,11 @@ def as_read(delta: Tensor, wire: str) -> Tensor:
 
 
 def reference(
-    theta: Tensor,
-    deltas: list[list[Tensor]],
-    wire: str,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
+    theta: Tensor, deltas: list[list[Tensor]], wire: str, momentum: float, nesterov: bool
 ) -> list[Tensor]:
     """Synchronous DiLoCo in one process: torch.optim.SGD over the mean of what travels."""
     parameter = torch.nn.Parameter(theta.clone())
-    optimizer = torch.optim.SGD([parameter], lr=lr, momentum=momentum, nesterov=nesterov)
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
     history = []
     for of_workers in deltas:
         travelled = [as_read(delta, wire) for delta in of_workers]
@@ -130,7 +124,7 @@ def test_rounds_equal_the_reference(
     options = {"outer_momentum": momentum, "nesterov": nesterov, "wire_dtype": wire}
     with a_broker(workers, **options) as broker:
         histories = play_all(broker, theta, deltas)
-    expected = reference(theta, deltas, wire, lr=0.7, momentum=momentum, nesterov=nesterov)
+    expected = reference(theta, deltas, wire, momentum, nesterov)
     for history in histories:
         assert torch.equal(history[0], theta)
         for got, wanted in zip(history[1:], expected, strict=True):
@@ -210,13 +204,6 @@ def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
         stays.pull(ELEMENTS, after=1)
 
 
-def test_initial_state_dict_is_what_workers_get() -> None:
-    initial = {"weight": torch.arange(ELEMENTS, dtype=torch.float64)}
-    with a_broker(1, initial) as broker, RawWorker(broker.address, "w0") as worker:
-        worker.join(one_tensor(ELEMENTS))
-        assert torch.equal(worker.pull(ELEMENTS), torch.arange(float(ELEMENTS)))
-
-
 @pytest.mark.parametrize("initial", [{}, {"weight": 3}, {"weight": torch.tensor([float("nan")])}])
 def test_initial_that_is_not_a_state_dict_is_refused(initial: Any) -> None:
     with pytest.raises(UsageError, match=r"initial (holds|has)"):
@@ -250,7 +237,7 @@ def test_the_file_of_a_broker_that_was_killed_is_taken_over(tmp_path: Path) -> N
     Sockets(f"ipc://{tmp_path / 'control'}", f"ipc://{tmp_path / 'feed'}").close()
 
 
-def test_mistake_of_ours_costs_one_message_and_not_the_run(
+def test_internal_error_costs_one_message(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     control = machine.OF_ANYBODY[Control]

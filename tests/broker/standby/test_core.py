@@ -126,7 +126,7 @@ def test_workers_are_sent_back_to_a_hub_that_is_heard(desk: Desk) -> None:
     assert (error.code, error.retry) == (Code.STANDBY, True)
 
 
-def test_with_a_majority_it_takes_over(alone: Desk) -> None:
+def test_standby_takes_over_with_a_majority(alone: Desk) -> None:
     alone.votes(11)
     alone.passes(0.1)
     assert not alone.taken_over
@@ -138,7 +138,7 @@ def test_with_a_majority_it_takes_over(alone: Desk) -> None:
     assert not alone.commands  # it says nothing any more
 
 
-def test_not_before_its_last_promise_is_over(desk: Desk) -> None:
+def test_takeover_waits_until_the_last_promise_ends(desk: Desk) -> None:
     desk.passes(L)
     desk.all_vote()
     assert not desk.taken_over
@@ -244,12 +244,12 @@ def test_a_planned_takeover_waits_for_the_copy(desk: Desk) -> None:
     assert desk.taken_over == [1]
 
 
-def test_without_a_hub_it_says_what_is_missing(alone: Desk) -> None:
+def test_standby_without_a_hub_says_which_votes_are_missing(alone: Desk) -> None:
     text = alone.asks("promote").text
     assert "2 of its 3 workers" in text and "--force" in text
 
 
-def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
+def test_standby_with_other_options_never_takes_over(desk: Desk) -> None:
     desk.standby.misfit = "--num-fragments is 1."
     for force in (False, True):
         result = desk.asks("promote", force=force)
@@ -281,13 +281,13 @@ def test_takeover_that_cannot_be_recorded_is_retried(alone: Desk, is_forced: boo
     assert alone.taken_over == [1]
 
 
-def test_other_actions_are_the_hubs(desk: Desk) -> None:
+def test_standby_refuses_other_actions(desk: Desk) -> None:
     result = desk.asks("kick", worker="a")
     assert not result.ok and "tcp://hub:1" in result.text
     assert desk.asks("status").data["hears_hub"] is True
 
 
-def test_a_hub_that_refuses_it_is_said_once(desk: Desk) -> None:
+def test_refusal_by_the_hub_is_logged_once(desk: Desk) -> None:
     for count in (1, 0):
         desk.does(
             desk.standby.receive_from_hub(

@@ -142,7 +142,9 @@ def test_a_standby_whose_disk_is_full_stays_one_and_tries_again(
     standby.stop()
 
 
-def test_a_mistake_of_ours_ends_no_standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_does_not_end_the_standby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = Broker(config_of(tmp_path / "hub", standby=True))
     standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
     with hub:

@@ -214,7 +214,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_checkpoint_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
+def test_impossible_checkpoint_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
     path = a_saved(tmp_path)
     body = checkpoint.read_manifest(path)
     HOSTILE[what](body)
@@ -225,7 +225,7 @@ def test_checkpoint_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, what
 
 
 @pytest.mark.parametrize("name", ["../../../../etc/passwd", "/dev/zero", "checkpoint.json"])
-def test_file_that_is_none_of_a_checkpoint_is_not_opened(tmp_path: Path, name: str) -> None:
+def test_foreign_file_in_a_manifest_is_not_opened(tmp_path: Path, name: str) -> None:
     path = a_saved(tmp_path)
     body = checkpoint.read_manifest(path)
     body["files"][name] = {"bytes": 1, "sha256": ""}
@@ -290,7 +290,7 @@ def test_tensors_of_another_kind_are_refused(tmp_path: Path, dtype: str) -> None
     "trouble",
     [MemoryError("no"), OSError(24, "Too many open files"), RuntimeError("not enough memory")],
 )
-def test_trouble_of_the_machine_damages_no_checkpoint(
+def test_error_of_the_machine_is_not_taken_for_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
 ) -> None:
     path = a_saved(tmp_path)

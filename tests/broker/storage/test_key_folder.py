@@ -141,7 +141,7 @@ def test_folder_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
         KeyFolder(path)
 
 
-def test_broker_key_that_is_none_is_refused(path: Path) -> None:
+def test_wrong_broker_key_is_refused(path: Path) -> None:
     KeyFolder.make(path)
     file = path / "broker.key"
     plain = json.loads(file.read_text())

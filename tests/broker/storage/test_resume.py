@@ -1,7 +1,5 @@
 """A broker that is stopped or killed goes on from its checkpoint as if nothing had happened."""
 
-import shutil
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,11 @@ import torch
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load, save
 from diloco_broker.storage.resume import newest_checkpoint
-from diloco_broker.tensors.replica import REPLICA
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.checkpoints import a_checkpoint
-from kit.process_kit import LOCAL, a_free_address, wait_for
+from kit.process_kit import LOCAL
 from kit.reference import State
 from kit.whole_run import mlp
 
@@ -73,45 +70,6 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     assert newest[1].incarnation == 3
     assert newest[1].record.run != newest[0].record.run
     assert newest[0].record.totals["rounds"] == newest[1].record.totals["rounds"] == 8
-
-
-@pytest.mark.parametrize("reply", ["fp32", "int4z"])
-def test_adopted_version_lacks_what_replies_left_out(tmp_path: Path, reply: str) -> None:
-    """The copy of the checkpoint that goes on is one round older than what the worker holds."""
-    torch.manual_seed(3)
-    model = mlp()
-    options = {"outer_momentum": 0.0, "recover_wait": 20.0, "reply_dtype": reply}
-
-    def served(hub: Path, copy: Path | None) -> State:
-        address = a_free_address()
-        with ExitStack() as stack:
-            broker = stack.enter_context(Broker(a_config(hub, bind=address, **options)))
-            client = stack.enter_context(DiLoCoClient(address, worker_id="w", timeout=30))
-            start = client.join(model)
-            for number in range(5):
-                client.push(gradients(number, dict(start.tensors)))
-                client.pull()
-                if copy is not None and number == 1:
-                    wait_for(lambda: _numbers(hub)[-1] == 2)
-                    newest = found(hub)[0]
-                    shutil.copytree(newest, copy / newest.name)
-                if copy is not None and number == 2:
-                    broker.stop()
-                    stack.enter_context(Broker(a_config(copy, bind=address, keep=9, **options)))
-            return dict(client.pull().tensors)
-
-    calm = served(tmp_path / "calm", None)
-    broken = served(tmp_path / "hub", tmp_path / "copy")
-    assert all(torch.equal(calm[key], broken[key]) for key in calm) == (reply == "fp32")
-    adopted = load(next(path for path in found(tmp_path / "copy") if path.name.endswith("03")))
-    kept = adopted.tensors[0]
-    for master, replica in zip(kept.chunks, kept.outer.get(REPLICA, kept.chunks), strict=True):
-        assert replica is None or torch.equal(master, replica), "it goes on from what workers hold"
-
-
-def _numbers(folder: Path) -> list[int]:
-    """Rounds before which there is a checkpoint, in ascending order."""
-    return sorted(int(path.name.rsplit("-", 1)[1]) for path in found(folder)) or [-1]
 
 
 def test_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

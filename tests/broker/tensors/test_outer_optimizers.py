@@ -155,7 +155,7 @@ def test_missing_chunk_at_a_boundary_applies_its_buffer(name: str, streamed: boo
 
 @pytest.mark.parametrize("kind", ["usable", "nan", "absent"])
 @pytest.mark.parametrize("name", ["dn", "direct", "fedbuff", "torch-fedbuff"])
-def test_buffer_that_does_not_fit_is_thrown_away_and_momentum_kept(name: str, kind: str) -> None:
+def test_overflowing_buffer_is_dropped_and_momentum_kept(name: str, kind: str) -> None:
     outers = EVERY | {"torch-fedbuff": TorchOuter(sgd, N)}
     model = ChunkedModel(outers[name], reply="fp16")
     model.place(0, torch.full_like(model.start[0], 6e4))

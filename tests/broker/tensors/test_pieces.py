@@ -159,7 +159,7 @@ def test_bad_value_anywhere_leaves_the_mean_as_it_was(name: str, bad: float, pla
 
 @pytest.mark.parametrize(("name", "within"), [("fp32", 1e-5), ("bf16", 0.01), ("fp16", 1e-3)])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
-def test_adding_a_chunk_tells_how_long_it_is(name: str, within: float, size: float) -> None:
+def test_adding_a_chunk_returns_its_squared_norm(name: str, within: float, size: float) -> None:
     values = (torch.randn(ELEMENTS) * size).to(DTYPES[name])
     mean = StreamingMean(a_layout().fragments[0], "fp32")
     squares = fold_into(mean, 0, wire(values, DTYPES[name]), 2.0, name)

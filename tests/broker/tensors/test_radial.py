@@ -129,7 +129,7 @@ def test_lengths_and_directions_are_means(fragments: int, chunk_elements: int, d
         torch.testing.assert_close(got[name], wanted, rtol=2e-5, atol=2e-5 * float(wanted.norm()))
 
 
-def test_embeddings_and_vectors_have_the_bits_of_the_mean_and_so_has_a_single_push() -> None:
+def test_embeddings_vectors_and_single_pushes_are_plain_means() -> None:
     pushes = some_pushes(3)
     rda, plain = Run().gradient(pushes), Run("mean").gradient(pushes)
     assert {name for name in SHAPES if torch.equal(rda[name], plain[name])} == PLAIN

@@ -65,7 +65,6 @@ def wholes(made: Parameters) -> Tensor:
 @pytest.mark.parametrize("is_pruned", [False, True], ids=["any model", "negative zeros"])
 @pytest.mark.parametrize("reply", QUANTIZED)
 def test_replica_follows_the_master_as_in_plain_python(reply: str, is_pruned: bool) -> None:
-    torch.manual_seed(0)
     model = torch.randn(ELEMENTS)
     if is_pruned:  # by a mask: w * 0 is -0.0 where w is negative
         model[::2] *= 0.0
@@ -95,7 +94,6 @@ def test_replica_follows_the_master_as_in_plain_python(reply: str, is_pruned: bo
 
 @pytest.mark.parametrize("reply", QUANTIZED)
 def test_replica_comes_nearer_with_each_version_in_which_nothing_is_learnt(reply: str) -> None:
-    torch.manual_seed(0)
     made = broker(reply, torch.randn(ELEMENTS))
     stepped(made, torch.randn(ELEMENTS), 0)
     apart = [float((masters(made) - wholes(made)).norm())]
@@ -104,6 +102,16 @@ def test_replica_comes_nearer_with_each_version_in_which_nothing_is_learnt(reply
         apart.append(float((masters(made) - wholes(made)).norm()))
         assert apart[-1] < apart[-2] or apart[-1] == 0
     assert apart[-1] < apart[0] / 10
+
+
+@pytest.mark.parametrize("reply", QUANTIZED)
+def test_adopted_values_replace_master_and_replica(reply: str) -> None:
+    """A broker whose checkpoint is older than what a worker holds takes the worker's values."""
+    made, held = broker(reply, torch.randn(ELEMENTS)), torch.randn(ELEMENTS)
+    stepped(made, torch.randn(ELEMENTS), 0)
+    for span in PARAMETERS:
+        made.place(0, span.index, bytearray(as_bytes(cut(held, span.index))))
+    assert torch.equal(masters(made), held) and torch.equal(wholes(made), held)
 
 
 def test_chunk_without_a_finite_difference_is_sent_in_full() -> None:
@@ -133,7 +141,6 @@ def with_masters(made: Parameters, values: Tensor) -> FragmentTensors:
 
 @pytest.mark.parametrize("reply", QUANTIZED)
 def test_run_goes_on_from_a_checkpoint_with_both(reply: str) -> None:
-    torch.manual_seed(0)
     model, deltas = torch.randn(ELEMENTS), [torch.randn(ELEMENTS) for _ in range(3)]
     made = broker(reply, model)
     stepped(made, deltas[0], 0)
@@ -149,7 +156,6 @@ def test_run_goes_on_from_a_checkpoint_with_both(reply: str) -> None:
 
 
 def test_return_to_full_replies_continues_from_the_replica() -> None:
-    torch.manual_seed(0)
     made = broker("int4", torch.randn(ELEMENTS))
     stepped(made, torch.randn(ELEMENTS), 0)
     again = Parameters(LAYOUT, Nesterov(1.0, 0.0), wire="fp32", reply="fp32")
@@ -161,7 +167,6 @@ def test_return_to_full_replies_continues_from_the_replica() -> None:
 @pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
 def test_run_that_goes_on_quantized_begins_at_what_workers_hold(before: str) -> None:
     """So a version has the same contents for who has it already and for who comes now."""
-    torch.manual_seed(0)
     made = broker(before, torch.randn(ELEMENTS))
     stepped(made, torch.randn(ELEMENTS), 0)
     held = [each if before == "fp32" else bytes(each) for each in made.wires(0)][: len(PARAMETERS)]

@@ -104,7 +104,7 @@ def test_one_enormous_push_moves_nothing_beyond_the_others(aggregate: str, attac
 
 
 @pytest.mark.parametrize("aggregate", ["trimmed-mean", "coordinate-median"])
-def test_buffers_and_counters_of_one_worker_are_left_out_as_well(aggregate: str) -> None:
+def test_outliers_in_buffers_and_counters_are_left_out(aggregate: str) -> None:
     spans = [span.segment.value for span in a_fragment().spans]
     buffers, integers = spans.index("buffers"), spans.index("integers")
     variances = [torch.full((5,), value) for value in (1.1, 1.1, 1.1, 1.1, 1e30)]

@@ -125,11 +125,12 @@ def test_push_that_becomes_too_stale_in_flight_is_refused() -> None:
 
 
 def test_push_that_becomes_too_stale_while_it_waits_is_refused() -> None:
-    _stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
+    stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
     a.begins(1)
     b.begins(2)
     a.completes()
     assert (b.error().code, b.error().push_id) == ("stale", 2)
+    assert stage.shown()["reducer"]["submissions"] == 0
 
 
 def test_slots_are_handed_out_in_the_order_of_asking_and_the_dead_are_passed_over() -> None:
@@ -218,7 +219,8 @@ def test_window_holds_one_push_of_each_worker_and_fragment() -> None:
     for push_id in range(2, 50):
         assert a.offers(push_id).standing is Standing.WAIT
     b.pushes(100)
-    assert stage.shown()["reducer"]["waiting"] == 1
+    reducer = stage.shown()["reducer"]
+    assert (reducer["submissions"], reducer["waiting"]) == (2, 1)
     stage.passes(101.0)
     assert (a.got(Grant).push_id, a.got(Grant).standing) == (49, Standing.NEW)
 

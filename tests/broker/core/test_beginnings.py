@@ -231,4 +231,4 @@ def test_name_that_no_version_has_is_refused(unsound: VersionId) -> None:
     stage = a_broker_without_parameters()
     a = stage.worker("a").joins(versions=(unsound, None))
     assert a.last(Welcome) is None and a.got(Error)
-    assert not stage.here
+    assert stage.shown()["run"] is None and not stage.here

@@ -74,7 +74,9 @@ def test_claim_of_a_dead_worker_is_forgotten() -> None:
     assert stage.tensors.chunks
     claimant.dies()
     stage.passes(2.0)
-    assert not stage.tensors.chunks
+    shown = stage.shown()
+    assert (shown["model"], shown["run"]) == (None, None)
+    assert not stage.tensors.chunks and not stage.state.versions.fragments
     (a,) = stage.joined("a")  # brings another model
     a.pushes(1)
     assert stage.version().counter == 1

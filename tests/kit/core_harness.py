@@ -268,6 +268,10 @@ class Stage:
         """The workers that have joined and are not gone, as displays show them."""
         return {row["id"] for row in self.shown()["workers"]}
 
+    def column(self, figure: str) -> dict[str, Any]:
+        """A figure of each worker, as displays show it."""
+        return {row["id"]: row[figure] for row in self.shown()["workers"]}
+
     def row(self, worker_id: str) -> dict[str, Any]:
         """What displays show of a worker."""
         (found,) = (row for row in self.shown()["workers"] if row["id"] == worker_id)

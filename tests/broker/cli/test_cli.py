@@ -1,7 +1,5 @@
 """The daemon's command line: what it refuses, in one sentence each, and that it agrees with the API."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json
@@ -141,7 +139,7 @@ def test_other_addresses_are_refused_unless_insecure(bind: str) -> None:
         BrokerConfig(**{option: bind}, keys="keys")  # type: ignore[arg-type]
 
 
-def test_collector_passes_over_what_was_there_when_serving_begins() -> None:
+def test_garbage_collector_skips_modules_loaded_before_serving() -> None:
     """Modules are some 100,000 objects; to look through them all is a turn far too long."""
     try:
         keep_what_is_there()
@@ -181,7 +179,7 @@ def test_bit_that_has_flipped_is_found_unless_the_files_are_trusted(folder: Path
     assert inspected(folder, "--quick").exit_code == 0
 
 
-def test_programs_get_one_object(folder: Path) -> None:
+def test_inspect_prints_one_json_object(folder: Path) -> None:
     damage_the_newest(folder)
     result = inspected(folder, "--json")
     assert result.exit_code == 1

@@ -1,7 +1,5 @@
 """The web page that the daemon starts beside itself: it is there, and gone when the daemon is."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -51,9 +49,7 @@ def test_page_is_there_and_ends_with_the_broker(processes: Processes, end: signa
     until(lambda: not answers(address))
 
 
-def test_page_of_a_broker_with_keys_has_a_read_only_one(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_dashboard_of_a_broker_with_keys_only_reads(processes: Processes, tmp_path: Path) -> None:
     folder = KeyFolder.make(tmp_path / "keys")
     broker, _ = processes.serve("--dashboard", "0", "--no-save", "--keys", str(folder.path))
     said = broker.says("The dashboard is read-only")

@@ -1,7 +1,5 @@
 """What a fragment plan means to people: `FragmentPlan.view`, `diloco-broker plan` of models and runs."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path
@@ -93,9 +91,7 @@ def test_every_kind_of_model_file_gives_the_same_plan(tmp_path: Path) -> None:
         assert fragments(name) == wanted, name
 
 
-def test_tied_weights_count_once_and_buffers_and_frozen_ones_do_not(
-    tmp_path: Path,
-) -> None:
+def test_tied_weights_count_once_and_buffers_and_frozen_ones_do_not(tmp_path: Path) -> None:
     state = llama_state()
     trained = sum(each.numel() for each in state.values())
     head = state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -127,9 +123,7 @@ def test_only_the_header_of_a_file_is_read(tmp_path: Path) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_uneven_split_is_told_a_better_pattern_and_number_of_fragments(
-    tmp_path: Path,
-) -> None:
+def test_uneven_split_is_told_a_better_pattern_and_number_of_fragments(tmp_path: Path) -> None:
     torch.save(llama_state(vocabulary=300), tmp_path / "model.pt")
     told = as_json(tmp_path / "model.pt", "--num-fragments", 6)
     assert told["imbalance"] > 1.5
@@ -174,7 +168,7 @@ def test_split_of_ones_own_is_shown(tmp_path: Path) -> None:
         ["model.pt", "--fragment-plan", "s.json", "--num-fragments", "3"],
     ],
 )
-def test_what_cannot_be_planned_is_one_line_and_exit_2(
+def test_bad_plan_is_one_line_and_exit_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

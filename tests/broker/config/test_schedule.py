@@ -1,7 +1,5 @@
 """Schedules of the outer optimizer: against torch's own, and what their texts may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -64,7 +62,7 @@ def test_run_that_asks_for_no_more_than_the_start_has_its_momentum_at_once(mu: f
     assert [schedule.momentum(mu, count) for count in range(12)] == [mu] * 12
 
 
-def test_what_is_constant_changes_no_bit() -> None:
+def test_constant_schedule_changes_no_bit() -> None:
     schedule = OuterSchedule()
     assert {schedule.factor(count) for count in (0, 1, 10**9)} == {1.0}
     assert {schedule.momentum(0.1, count) for count in (0, 1, 10**9)} == {0.1}
@@ -99,23 +97,13 @@ NO_SCHEDULE: list[Any] = [
     *("", "linear", "linear:", "linear:0", "linear:-3", "linear:1.5", "linear:10:", "linear:10:a"),
     *("linear:10:0.5:1", "linear:1e3", "linear:10:nan", "linear:10:inf", "linear:10:-0.1"),
     *("constant:10", "Cosine:10", " cosine:10", "cosine:10\n", "cosine:1000001", "step:10"),
-    *(
-        "cosine:\u0661\u0660",
-        "cosine:10:1e-3",
-        None,
-        10,
-        0.5,
-        True,
-        [],
-        ["constant"],
-        {},
-        b"linear:10",
-    ),
+    *("cosine:\u0661\u0660", "cosine:10:1e-3", b"linear:10"),
+    *(None, 10, 0.5, True, [], ["constant"], {}),
 ]
 
 
 @pytest.mark.parametrize("text", NO_SCHEDULE, ids=repr)
-def test_text_that_is_no_schedule_is_refused(text: Any) -> None:
+def test_text_that_is_not_a_schedule_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=r"schedule|rounds"):
         Schedule.parse(text)
 

@@ -1,20 +1,17 @@
 """Asynchronous mode: no barrier, slots, staleness, grace periods, Dynamic Local Updates."""
 
-from __future__ import annotations
-
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 
 from diloco_broker.core.members.dylu import average_speed, sync_every
 from diloco_protocol.messages import Error, Grant, Heartbeat, Notice, Released, Standing, Welcome
-from kit.core_harness import Puppet, Stage, a_stage, alone
+from kit import core_harness
+from kit.core_harness import Puppet, Stage, alone
 
-
-def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
-    stage = a_stage(workers=len(worker_ids), mode="async", **fields)
-    return stage, stage.joined(*worker_ids)
+a_run = partial(core_harness.a_run, rounds=0, chunks=3, mode="async")
 
 
 def b_is_late(by: int, **fields: Any) -> tuple[Stage, Puppet]:
@@ -39,7 +36,7 @@ def standings(worker: Puppet, push_id: int) -> list[Standing]:
     return [grant.standing for grant in worker.all(Grant) if grant.push_id == push_id]
 
 
-def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_after() -> None:
+def test_push_is_applied_at_once_and_its_sender_gets_the_version() -> None:
     stage, (a, _) = a_run("a", "b")
     a.pulls(after=0)
     a.pushes(1)
@@ -59,14 +56,13 @@ def seen_by(worker: Puppet) -> list[int]:
     return [released.version.counter for released in worker.all(Released)][1:]
 
 
-def test_who_waits_for_its_own_push_is_not_sent_what_others_have_made_meanwhile() -> None:
+def test_worker_with_a_push_in_flight_is_not_sent_versions_of_others() -> None:
     stage, b = b_is_late(3)
     b.offers(1)
     b.pulls(after=0, credit=16)
     assert seen_by(b) == []
     stage.pushes(a=20)  # which b follows: it may be the one with its push
-    b.delivers(range(stage.state.versions[0].layout.chunks))
-    b.commits()
+    b.completes()
     assert seen_by(b) == [4]  # that of a, which it had begun with
     b.pulls(after=4, credit=16)
     assert seen_by(b) == [4, 5]
@@ -74,7 +70,7 @@ def test_who_waits_for_its_own_push_is_not_sent_what_others_have_made_meanwhile(
     assert b.got(Released).ledger.names_whole("b", 1)
 
 
-def test_who_has_nothing_under_way_gets_the_newest_at_once() -> None:
+def test_worker_without_a_push_in_flight_gets_the_newest_version() -> None:
     stage, b = b_is_late(3)
     b.pulls(after=0)
     assert seen_by(b) == [3]
@@ -86,7 +82,7 @@ def test_who_has_nothing_under_way_gets_the_newest_at_once() -> None:
     assert seen_by(b)[-1] == 4 and len(seen_by(b)) == 3
 
 
-def test_old_submission_has_its_staleness_everywhere_and_counts_less_with_poly_weights() -> None:
+def test_stale_push_counts_less_with_poly_weights() -> None:
     stage, b = b_is_late(3, staleness_weight="poly")
     base = b.base
     b.pulls(after=3)
@@ -98,7 +94,7 @@ def test_old_submission_has_its_staleness_everywhere_and_counts_less_with_poly_w
     assert scales == [1.0, 1.0, 1.0, 0.5]
 
 
-def test_old_submission_counts_less_with_cgad_and_nothing_beyond_its_cutoff() -> None:
+def test_stale_push_counts_less_with_cgad_up_to_its_cutoff() -> None:
     stage, b = b_is_late(3, outer="cgad", cgad_decay=0.2)
     b.pushes(1)
     a, newest = stage.puppets["a"], stage.version()
@@ -111,13 +107,13 @@ def test_old_submission_counts_less_with_cgad_and_nothing_beyond_its_cutoff() ->
     assert scales[-1] == 0.0
 
 
-def test_too_old_submission_is_refused_before_a_byte_is_sent() -> None:
+def test_too_stale_push_is_refused_when_it_is_offered() -> None:
     _, b = b_is_late(3, max_staleness=2)
     b.begins(1)
     assert (b.error().code, b.error().push_id) == ("stale", 1)
 
 
-def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
+def test_push_that_becomes_too_stale_in_flight_is_refused() -> None:
     stage, (a, b) = a_run("a", "b", max_staleness=1)
     b.begins(1)
     b.delivers([0, 1])
@@ -128,13 +124,13 @@ def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
     assert who(stage) == ["a", "a"]
 
 
-def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent() -> None:
+def test_push_that_becomes_too_stale_while_it_waits_is_refused() -> None:
     stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
     a.begins(1)
     b.begins(2)
     a.completes()
     assert (b.error().code, b.error().push_id) == ("stale", 2)
-    assert not list(stage.state.submissions)
+    assert stage.shown()["reducer"]["submissions"] == 0
 
 
 def test_slots_are_handed_out_in_the_order_of_asking_and_the_dead_are_passed_over() -> None:
@@ -167,7 +163,7 @@ def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> 
     assert who(stage) == ["b", "a"]
 
 
-def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
+def test_slow_push_keeps_its_slot_while_no_other_waits() -> None:
     stage, (a, _) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
     a.begins(1)
     a.delivers([0])
@@ -176,7 +172,7 @@ def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
     assert who(stage) == ["a"]
 
 
-def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
+def test_non_finite_push_frees_its_slot() -> None:
     stage, (a, b) = a_run("a", "b", staging_slots=1)
     a.begins(1)
     b.begins(2)
@@ -203,7 +199,7 @@ def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
     assert who(stage) == ["b", "a"]
 
 
-def test_grace_window_applies_together_what_is_whole_within_it() -> None:
+def test_grace_window_applies_its_pushes_together() -> None:
     stage, (a, b, c) = a_run("a", "b", "c", grace=2.0, staging_slots=1)
     for puppet in (a, b, c):
         puppet.pulls(after=0)
@@ -217,21 +213,21 @@ def test_grace_window_applies_together_what_is_whole_within_it() -> None:
     assert stage.shown()["fragments"][0]["gradients"] == 2
 
 
-def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None:
+def test_window_holds_one_push_of_each_worker_and_fragment() -> None:
     stage, (a, b) = a_run("a", "b", grace=100.0, staging_slots=2)
     a.pushes(1)
     for push_id in range(2, 50):
         assert a.offers(push_id).standing is Standing.WAIT
     b.pushes(100)
-    assert len(list(stage.state.submissions)) == 2
-    assert len(stage.state.submissions.queue) == 1
+    reducer = stage.shown()["reducer"]
+    assert (reducer["submissions"], reducer["waiting"]) == (2, 1)
     stage.passes(101.0)
     assert (a.got(Grant).push_id, a.got(Grant).standing) == (49, Standing.NEW)
 
 
 def test_asynchronous_run_never_waits_for_workers() -> None:
     stage, _ = a_run("a", "b")
-    assert not stage.state.below_floor
+    assert stage.shown()["why"]["reason"] == "pushes"
     assert stage.expected == set()
     assert [stage.worker(name).joins().got(Welcome).first_round for name in "cd"] == [0, 0]
 
@@ -243,9 +239,7 @@ def test_asynchronous_run_never_waits_for_workers() -> None:
         *(("fragment_sync_delay", "auto", 0), ("fragment_sync_delay", 2, "auto")),
     ],
 )
-def test_worker_that_wants_other_options_is_refused(
-    option: str, runs: object, asked: object
-) -> None:
+def test_worker_with_other_options_is_refused(option: str, runs: object, asked: object) -> None:
     options: dict[str, Any] = {"num_fragments": 2, "sync_every": 10, option: runs}
     stage, _ = a_run("a", "b", **options)
     error = stage.worker("c").joins(wants={option: asked}).error()

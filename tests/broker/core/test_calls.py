@@ -1,7 +1,5 @@
 """How many functions the core calls for a chunk and for a heartbeat, in runs of any size."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Claimed sizes are checked before anything is allocated, and forgotten with their worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ def test_model_that_is_larger_than_allowed_is_refused_with_both_numbers() -> Non
     text = stage.puppets["a"].error().text
     assert f"{4 * CHUNK_ELEMENTS:,}" in text and f"{3 * CHUNK_ELEMENTS:,}" in text
     assert "--max-parameters" in text
-    assert stage.state.model.manifest is None
     assert is_taken(stage, 3)
 
 
@@ -39,10 +36,7 @@ def test_model_that_is_larger_than_allowed_is_refused_with_both_numbers() -> Non
         ({"outer": "sgd"}, 8),
         ({"outer": "dn"}, 16),
         ({"reply_dtype": "bf16"}, 14),
-        (
-            {"reply_dtype": "int8"},
-            24,
-        ),  # the copy that workers hold, and the codes of eight versions
+        ({"reply_dtype": "int8"}, 24),  # the copy that workers hold, codes of eight versions
         ({"num_fragments": 4}, 9),  # the sum of one fragment at a time
         ({"workers": 5, "deterministic": True}, 18),  # 5 submissions in bf16 instead of the sum
         ({"workers": 5, "deterministic": True, "wire_dtype": "fp32"}, 28),
@@ -67,36 +61,26 @@ def test_model_may_be_as_large_as_there_is_memory_for_and_is_not_measured_again(
 
 
 @pytest.mark.parametrize("memory", [None, 1])
-def test_any_model_is_taken_where_nobody_bounds_it(memory: int | None) -> None:
+def test_model_of_any_size_is_accepted_without_a_bound(memory: int | None) -> None:
     stage = a_stage(max_parameters=None if memory is None else 0)
     stage.happens(Surroundings(memory_bytes=memory))
     assert is_taken(stage, 500)
 
 
-def claims_and_dies(stage: Stage) -> None:
+def test_claim_of_a_dead_worker_is_forgotten() -> None:
+    stage = a_stage(1)
     claimant = stage.worker("claimant").joins(manifest=a_manifest(500))
     claimant.seeds(indexes=[0])
     assert stage.tensors.chunks
     claimant.dies()
     stage.passes(2.0)
-
-
-def test_claim_of_somebody_who_is_gone_is_forgotten() -> None:
-    stage = a_stage(1)
-    claims_and_dies(stage)
-    model = stage.state.model
-    assert (model.manifest, model.layout, model.run, stage.state.seeding.versions) == (
-        None,
-        None,
-        None,
-        {},
-    )
-    assert not stage.state.versions.fragments
-    assert not stage.tensors.chunks
+    shown = stage.shown()
+    assert (shown["model"], shown["run"]) == (None, None)
+    assert not stage.tensors.chunks and not stage.state.versions.fragments
     (a,) = stage.joined("a")  # brings another model
     a.pushes(1)
     assert stage.version().counter == 1
-    assert stage.state.versions[0].layout.chunks == 3
+    assert len(stage.counted()) == 3
 
 
 def test_claim_stays_while_another_worker_has_that_model() -> None:
@@ -122,7 +106,7 @@ def test_workers_are_refused_past_the_number_that_may_be_here() -> None:
     assert stage.worker("c").joins().last(Welcome) is not None
 
 
-def test_what_a_worker_wants_is_quoted_in_part() -> None:
+def test_long_wants_are_quoted_in_part() -> None:
     stage = a_stage()
     worker = Puppet(stage, "a", control=stage.route())
     wants = {"wire_dtype": "x" * 50_000, "y" * 50_000: 1}
@@ -131,9 +115,7 @@ def test_what_a_worker_wants_is_quoted_in_part() -> None:
     assert len(stage.logs[-1]) < 400
 
 
-def test_manifest_is_packed_once_for_any_number_of_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_manifest_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not a_stage().asks("manifest").ok, "no worker has brought one"
     stage, _ = alone()
     stage.asks("manifest")
@@ -167,7 +149,7 @@ def test_ledger_of_a_push_is_not_kept_with_it() -> None:
     assert contribution.push.ledger is None
 
 
-def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
+def test_versions_of_unknown_fragments_are_ignored() -> None:
     stage = a_stage(1)
     many = tuple(VersionId("00000000000000aa", 2**40, tag) for tag in range(1000))
     worker = stage.worker("a").joins(run="00000000000000aa", versions=many)

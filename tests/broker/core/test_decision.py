@@ -1,7 +1,5 @@
 """When a round closes, and what it waits for: one decision, asked after each event."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -13,15 +11,7 @@ from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, 
 from kit.core_harness import a_run
 
 NOW = 100.0
-HELD = (
-    Reason.STOPPING,
-    Reason.OVER,
-    Reason.PAUSED,
-    Reason.LEASE,
-    Reason.TAKEOVER,
-    Reason.PARAMETERS,
-    Reason.CLOSING,
-)
+HELD = set(Reason) - {Reason.WORKERS, Reason.PUSHES, Reason.GRACE}
 
 
 def tallies() -> Iterator[Tally]:
@@ -54,7 +44,7 @@ def expected(tally: Tally | None, limits: Limits) -> Reason | None:
     return next((reason for holds, reason in table if holds), None)
 
 
-@pytest.mark.parametrize("held", [None, *HELD])
+@pytest.mark.parametrize("held", [None, *sorted(HELD)])
 def test_every_combination_of_what_is_here_and_what_holds(held: Reason | None) -> None:
     for tally, floor, grace in product([None, *tallies()], range(4), (0.0, 5.0)):
         limits = Limits(held, floor, grace)
@@ -63,7 +53,7 @@ def test_every_combination_of_what_is_here_and_what_holds(held: Reason | None) -
         assert found.closes == (found.why is None)
 
 
-def test_reason_has_its_particulars() -> None:
+def test_reason_carries_counts_and_times() -> None:
     tally = Tally(1, False, 3)
     assert decide(tally, Limits(floor=3), NOW).why == Why(Reason.PUSHES, 2, since=NOW)
     enough = Tally(1, False, 2, enough_at=NOW - 3)
@@ -87,9 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_round_closes_exactly_when_nothing_speaks_against_it(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_round_closes_exactly_when_decided(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     closings = 0
 
     def noted(tally: Any, limits: Any, now: float) -> Decision:

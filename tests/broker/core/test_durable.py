@@ -1,7 +1,5 @@
 """Checkpoints as the core asks for them: when, what waits for one, what goes on without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ def versions(saved: Checkpoint) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None:
+def test_version_is_released_only_when_it_is_on_disk(mode: str) -> None:
     stage, a, b = a_run(mode, durable=True)
     a.pulls(after=0)
     b.pulls(after=0)
@@ -76,9 +74,7 @@ def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_outcome_of_an_older_checkpoint_releases_and_retries_nothing(
-    is_written: bool,
-) -> None:
+def test_outcome_of_an_older_checkpoint_releases_and_retries_nothing(is_written: bool) -> None:
     """An operator asked for it; it ends before the one that matters is written."""
     stage, a, b = a_run(durable=True)
     stage.asks("save")
@@ -162,7 +158,7 @@ def test_failed_checkpoint_is_tried_again_after_the_next_round_whatever_save_eve
 @pytest.mark.parametrize(
     ("every", "saves"), [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (9, [0])]
 )
-def test_checkpoints_are_asked_for_every_so_many_rounds(every: int, saves: list[int]) -> None:
+def test_checkpoints_follow_save_every(every: int, saves: list[int]) -> None:
     stage, a, b = a_run(save_every=every)
     for number in range(7):
         a_round([a, b], number)
@@ -180,7 +176,7 @@ def test_operator_gets_a_checkpoint_at_once_between_rounds() -> None:
     assert ("a", 11) not in stage.checkpoints[-1].tensors[0].chunks[0].contents  # type: ignore[attr-defined]
 
 
-def test_operator_gets_a_checkpoint_of_the_round_that_is_closing_when_it_is_whole() -> None:
+def test_operator_gets_a_checkpoint_of_the_closing_round_when_it_is_complete() -> None:
     stage, a, b = a_run(save_every=5)
     a.begins(1)
     b.begins(2)

@@ -1,19 +1,16 @@
 """Fragments in the core: one sequence of rounds, each with the versions of its own fragment."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
 
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from kit.core_harness import Puppet, Stage, a_stage
+from kit import core_harness
+from kit.core_harness import a_stage
 
-
-def a_run(*worker_ids: str, pieces: int = 3, **fields: Any) -> tuple[Stage, list[Puppet]]:
-    stage = a_stage(len(worker_ids), 2, num_fragments=pieces, sync_every=12, **fields)
-    return stage, stage.joined(*worker_ids)
+a_run = partial(core_harness.a_run, rounds=0, num_fragments=3, sync_every=12)
 
 
 def test_push_before_its_round_waits_and_is_told_its_number() -> None:
@@ -50,8 +47,7 @@ def test_joiner_is_told_its_first_round_and_the_plan() -> None:
     assert (welcome.config, welcome.epoch) == (stage.config.run_config, stage.state.epoch)
     assert (welcome.first_round, welcome.plan) == (5, (0, 1, 2))
     assert [v.counter for v in welcome.versions if v] == [2, 1, 1]
-    a.pushes(80, fragment=1)
-    b.pushes(81, fragment=1)
+    stage.pushes(1, a=80, b=81)
     assert stage.expected == {"a", "b", "c"}
     assert stage.round.number == 5
 
@@ -79,10 +75,8 @@ def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbe
 
 
 @pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["streaming", "staged"])
-def test_round_that_falls_below_its_floor_needs_late_joiners(
-    how: dict[str, Any],
-) -> None:
-    stage, (a, b) = a_run("a", "b", pieces=2, **how)
+def test_round_that_falls_below_its_floor_needs_late_joiners(how: dict[str, Any]) -> None:
+    stage, (_, b) = a_run("a", "b", num_fragments=2, **how)
     (c,) = stage.joined("c")
     assert c.got(messages.Welcome).first_round == 1
     b.dies()
@@ -90,8 +84,7 @@ def test_round_that_falls_below_its_floor_needs_late_joiners(
     assert c.last(messages.Rejoin) is not None
     c.joins()
     assert c.got(messages.Welcome).first_round == 0
-    a.pushes(1, fragment=0)
-    c.pushes(2, fragment=0)
+    stage.pushes(0, a=1, c=2)
     assert stage.round.number == 1
 
 

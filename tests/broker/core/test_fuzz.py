@@ -3,8 +3,6 @@
 Messages of any shape, in any order, are in `tests/fuzz/machine.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from random import Random

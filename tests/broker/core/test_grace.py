@@ -1,7 +1,5 @@
 """`--grace auto`: a round waits after its quorum only for as long as no worker would pause."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -150,7 +148,5 @@ def test_operator_changes_between_a_number_and_auto() -> None:
         ({}, None, 0),
     ],
 )
-def test_overlap_is_what_a_worker_trains_on_for(
-    options: dict[str, Any], own: int | None, steps: int
-) -> None:
+def test_overlap_in_inner_steps(options: dict[str, Any], own: int | None, steps: int) -> None:
     assert BrokerConfig(sync_every=40, **options).overlap_steps(own) == steps

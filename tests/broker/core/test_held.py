@@ -1,7 +1,5 @@
 """A run that is held by a pause, for want of a lease, or with its broker: its deadlines stand still."""
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from diloco_broker.core.members.liveness import BACK_WITHIN_S
 from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime
-from diloco_protocol.messages import Error, Join, Lease, Promise
+from diloco_protocol.messages import Error, Grant, Join, Lease, Promise, Standing
 from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
 from kit.heartbeats import Beating
 from kit.restarts import a_saved_run, holding
@@ -73,7 +71,7 @@ class LapsedLease(Hold):
         return stage
 
     def begins(self, stage: Stage) -> None:
-        assert not stage.state.standby.holds
+        assert not stage.shown()["standby"]["holds_lease"]
 
     def ends(self, stage: Stage) -> None:
         nonce = next(m.nonce for m in stage.inbox[self.route][::-1] if isinstance(m, Lease))
@@ -133,7 +131,7 @@ def slot_without_progress(hold: Hold) -> Deadline:
     stage = hold.stage(mode="async", staging_slots=1, staging_deadline=20.0)
     for push_id, puppet in enumerate(stage.joined("a", "b")):
         puppet.begins(push_id)
-    return stage, lambda: stage.state.submissions.find(0, "b", 1) is not None, 20.0
+    return stage, lambda: puppet.got(Grant).standing is Standing.NEW, 20.0
 
 
 def worker_that_the_checkpoint_knows(hold: Hold) -> Deadline:
@@ -159,15 +157,9 @@ def parameters_of_a_seed_worker(hold: Hold) -> Deadline:
 
 
 DEADLINES = (
-    time_of_the_last_round,
-    time_to_leave,
-    time_of_the_run,
-    late_push_in_a_quorum,
-    window_of_asynchronous_mode,
-    slot_without_progress,
-    worker_that_the_checkpoint_knows,
-    other_holders_of_a_run,
-    parameters_of_a_seed_worker,
+    *(time_of_the_last_round, time_to_leave, time_of_the_run, late_push_in_a_quorum),
+    *(window_of_asynchronous_mode, slot_without_progress, worker_that_the_checkpoint_knows),
+    *(other_holders_of_a_run, parameters_of_a_seed_worker),
 )
 
 
@@ -225,10 +217,7 @@ def answer_of_a_worker_whose_name_another_one_wants(_hold: Hold) -> Deadline:
 
 
 OF_WORKERS = (
-    silence,
-    broken_connection,
-    training_loop_that_hangs,
-    workers_of_the_run_before,
+    *(silence, broken_connection, training_loop_that_hangs, workers_of_the_run_before),
     answer_of_a_worker_whose_name_another_one_wants,
 )
 CASES = [
@@ -240,9 +229,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("deadline", "hold"), CASES, ids=[f"{d.__name__}-{type(h).__name__}" for d, h in CASES]
 )
-def test_deadlines_stand_still_while_a_run_is_held(
-    deadline: Callable[[Hold], Deadline], hold: Hold
-) -> None:
+def test_deadlines_stop_while_run_is_held(deadline: Callable[[Hold], Deadline], hold: Hold) -> None:
     for short_of_it in (2.0, -2.0):
         stage, is_over, seconds = deadline(hold)
         stage.passes(BEFORE_S + 0.2)
@@ -254,7 +241,7 @@ def test_deadlines_stand_still_while_a_run_is_held(
 
 
 @HOLDS
-def test_a_round_took_the_time_in_which_it_could_close(hold: Hold) -> None:
+def test_duration_of_a_round_excludes_holds(hold: Hold) -> None:
     stage = hold.stage()
     a, b = stage.joined("a", "b")
     stage.passes(BEFORE_S + 0.2)
@@ -266,7 +253,7 @@ def test_a_round_took_the_time_in_which_it_could_close(hold: Hold) -> None:
 
 
 @HOLDS
-def test_a_worker_that_dies_while_the_run_is_held_is_not_waited_for_afterwards(hold: Hold) -> None:
+def test_worker_that_dies_during_a_hold_is_not_awaited(hold: Hold) -> None:
     """Workers send heartbeats whether rounds close or not, so silence means what it always does."""
     stage = hold.stage(heartbeat_timeout=30.0)
     a, b = stage.joined("a", "b")
@@ -286,9 +273,7 @@ def test_a_worker_that_dies_while_the_run_is_held_is_not_waited_for_afterwards(h
 
 
 @pytest.mark.parametrize("heartbeat_timeout", [120.0, 2.0, 0.0])
-def test_round_waits_for_those_whose_connections_broke_meanwhile(
-    heartbeat_timeout: float,
-) -> None:
+def test_round_waits_for_those_whose_connections_broke_meanwhile(heartbeat_timeout: float) -> None:
     """They notice the silence, open new connections, and may wait 2 s between two attempts."""
     stage, (a, b) = a_run("a", "b", disconnect_grace=0.0, heartbeat_timeout=heartbeat_timeout)
     a.pushes(11)
@@ -327,9 +312,7 @@ def test_worker_that_died_meanwhile_is_not_waited_for_longer_than_a_return_takes
 
 
 @pytest.mark.parametrize("has_own_optimizer", [False, True])
-def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(
-    has_own_optimizer: bool,
-) -> None:
+def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(has_own_optimizer: bool) -> None:
     stage, _ = a_run("a")
     stage.happens(Surroundings(has_own_optimizer=has_own_optimizer))
     stage.stands_still(7.0)
@@ -338,7 +321,7 @@ def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(
 
 
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.1, LONGEST_S])
-def test_clock_runs_as_the_machine_s_while_the_broker_serves(step: float) -> None:
+def test_served_time_follows_the_machine_clock(step: float) -> None:
     now = 50.0
     clock = ServedTime(lambda: now)
     for _ in range(100):
@@ -348,7 +331,7 @@ def test_clock_runs_as_the_machine_s_while_the_broker_serves(step: float) -> Non
 
 
 @pytest.mark.parametrize("gap", [0.6, 3.0, 1e9])
-def test_clock_leaves_out_what_no_turn_takes(gap: float) -> None:
+def test_served_time_leaves_out_suspensions(gap: float) -> None:
     now = 50.0
     clock = ServedTime(lambda: now)
     now += gap

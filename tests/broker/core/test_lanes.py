@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.events import PeerGone, Received
 from diloco_broker.core.versions.readers import MAX_READER_CREDIT, lane_credit
-from diloco_protocol import Bitmap, messages
+from diloco_protocol import Bitmap
 from diloco_protocol.messages import Ack, Chunk, Credit, Error, Lane, Rejoin
 from kit.core_harness import Puppet, Stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
@@ -66,6 +66,14 @@ def group(count: int = 2) -> tuple[Group, Puppet]:
     return Group(stage, puppet, count, [stage.route() for _ in range(count)]), a
 
 
+def bound(credit: int = 64) -> Group:
+    """One of two processes whose lanes are bound, and which asks for versions."""
+    made, _ = group(2)
+    made.binds_all(credit)
+    made.puppet.pulls()
+    return made
+
+
 def test_each_lane_gets_its_share_against_its_own_credit() -> None:
     made, _ = group(3)
     for index in range(3):
@@ -94,7 +102,7 @@ def test_credit_that_overtakes_the_first_lane_counts() -> None:
     assert made.came(1) == [1, 3, 5]
 
 
-def test_no_lane_is_believed_more_credit_than_its_part() -> None:
+def test_credit_of_a_lane_is_capped() -> None:
     made, _ = group(8)
     for index in range(8):
         made.binds(index, credit=10**9)
@@ -106,9 +114,7 @@ def test_no_lane_is_believed_more_credit_than_its_part() -> None:
 
 
 def test_credit_of_a_push_is_that_of_each_lane_and_comes_back_to_it() -> None:
-    made, _ = group(2)
-    made.binds_all()
-    made.puppet.pulls()
+    made = bound()
     grant = made.puppet.offers(7)
     own = list(made.share(1))
     made.delivers(1, own[: grant.credit])
@@ -120,9 +126,7 @@ def test_credit_of_a_push_is_that_of_each_lane_and_comes_back_to_it() -> None:
 
 
 def test_chunk_without_credit_on_its_lane_is_refused_although_others_have_some() -> None:
-    made, _ = group(2)
-    made.binds_all()
-    made.puppet.pulls()
+    made = bound()
     grant = made.puppet.offers(7)
     upload = made.stage.state.members.named("g").uploads.of(0)
     upload.windows[1].credit = 0
@@ -131,10 +135,8 @@ def test_chunk_without_credit_on_its_lane_is_refused_although_others_have_some()
     assert upload.windows[0].credit == grant.credit
 
 
-def test_lost_lane_is_no_death_and_the_worker_comes_back_with_all() -> None:
-    made, _ = group(2)
-    made.binds_all()
-    made.puppet.pulls()
+def test_lost_lane_is_not_a_death() -> None:
+    made = bound()
     made.stage.happens(PeerGone(made.lanes[1]))
     assert "g" in made.stage.here
     made.puppet.joins(processes=2)
@@ -145,8 +147,7 @@ def test_lost_lane_is_no_death_and_the_worker_comes_back_with_all() -> None:
 
 
 def test_lanes_keep_no_worker_alive_whose_control_connection_is_gone() -> None:
-    made, _ = group(2)
-    made.binds_all()
+    made = bound()
     made.stage.happens(PeerGone(made.puppet.control))
     made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
     made.stage.passes(made.stage.config.disconnect_grace + 0.2)
@@ -180,8 +181,7 @@ def test_a_connection_is_one_lane() -> None:
 
 
 def test_lane_that_comes_twice_makes_the_worker_join_again() -> None:
-    made, _ = group(2)
-    made.binds_all()
+    made = bound()
     made.lanes[1] = made.stage.route()
     made.binds(1)
     assert made.puppet.last(Rejoin) is not None
@@ -204,9 +204,7 @@ def test_worker_says_how_many_processes_it_is() -> None:
 
 
 def test_credit_on_the_others_is_void_when_a_lane_is_lost() -> None:
-    made, _ = group(2)
-    made.binds_all(credit=1)
-    made.puppet.pulls()
+    made = bound(credit=1)
     made.stage.happens(PeerGone(made.lanes[0]))
     for _ in range(3):
         made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
@@ -215,11 +213,8 @@ def test_credit_on_the_others_is_void_when_a_lane_is_lost() -> None:
 
 
 def test_removed_worker_has_no_lanes() -> None:
-    made, _ = group(2)
-    made.binds_all()
-    made.stage.happens(
-        Received(made.stage.route(), messages.Control("kick", 1, {"worker": "g", "who": "me"}))
-    )
+    made = bound()
+    made.stage.kicks("g")
     assert "g" not in made.stage.here
     made.binds(1)
     made.delivers(0, [0])
@@ -229,9 +224,7 @@ def test_removed_worker_has_no_lanes() -> None:
 
 def test_chunks_on_the_others_cost_no_push_when_a_lane_is_lost() -> None:
     """They were under way when it broke; the push is offered again on new connections."""
-    made, _ = group(2)
-    made.binds_all()
-    made.puppet.pulls()
+    made = bound()
     made.puppet.offers(7)
     made.stage.happens(PeerGone(made.lanes[0]))
     made.delivers(1, list(made.share(1)))

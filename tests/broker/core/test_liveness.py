@@ -1,7 +1,5 @@
 """Whom a broker waits for: workers that are silent, gone or removed, or whose training stands still."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -56,9 +54,7 @@ def test_worker_that_does_not_train_does_not_stand_still(state: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"quorum": 1, "grace": 1.0}], ids=str
 )
-def test_push_of_a_stalled_worker_counts_and_shows_that_it_goes_on(
-    options: dict[str, Any],
-) -> None:
+def test_push_of_a_stalled_worker_counts_and_shows_that_it_goes_on(options: dict[str, Any]) -> None:
     """It is expected from the next round, though its next heartbeat may be half a minute away."""
     stage, *_ = standing(**options)
     assert stage.expected == {"a"}
@@ -128,7 +124,7 @@ def test_round_one_waits_for_a_worker_that_stands_still() -> None:
     assert stage.version().counter == 1
 
 
-def test_reconnection_is_no_step() -> None:
+def test_reconnection_is_not_progress() -> None:
     stage, _, b, beating = standing()
     b.loses_connection()
     b.joins()
@@ -148,13 +144,13 @@ def test_worker_without_heartbeats_is_never_silent_nor_stands_still() -> None:
     assert stage.version().counter == 2
 
 
-def test_zero_is_no_limit() -> None:
+def test_zero_disables_the_stall_timeout() -> None:
     stage, _ = a_run("a", "b", stall_timeout=0.0)
     Beating(stage).goes_on(3000, a="training", b="standing")
     assert stage.expected == {"a", "b"}
 
 
-def test_all_workers_standing_still_leave_a_round_that_closes_with_whoever_pushes() -> None:
+def test_round_of_stalled_workers_closes_with_the_first_push() -> None:
     stage, (a, b) = a_run("a", "b", stall_timeout=60.0)
     Beating(stage).goes_on(80, a="standing", b="standing")
     assert stage.expected == set()
@@ -203,7 +199,7 @@ def test_seeding_is_a_sign_of_life() -> None:
     assert stage.version().counter == 0
 
 
-def test_closed_connection_makes_the_broker_look_for_whose_it_was() -> None:
+def test_closed_connection_triggers_probes() -> None:
     stage, puppets = a_run("a", "b", "c")
     stage.passes(0.1)
     puppets[0].pushes(11)
@@ -221,7 +217,7 @@ def test_closed_connection_makes_the_broker_look_for_whose_it_was() -> None:
     assert stage.version().counter == 2, "the round of the others closes"
 
 
-def test_everybody_is_probed_so_many_a_tick_also_while_connections_keep_closing() -> None:
+def test_probes_are_bounded_per_tick_and_reach_every_worker() -> None:
     names = [f"w{number}" for number in range(2 * PROBES_A_TICK + 5)]
     stage, puppets = a_run(*names, rounds=0, chunks=1)
     for losses in ((True, False, False, False), (True, True, True, False)):
@@ -263,7 +259,7 @@ def test_worker_that_is_kicked_is_told_and_not_waited_for() -> None:
 @pytest.mark.parametrize(
     "arguments", [{}, *({"worker": name} for name in ("absent", 7, None, ["a"]))], ids=str
 )
-def test_kick_of_no_known_worker_says_who_is_here(arguments: dict[str, Any]) -> None:
+def test_kick_of_an_unknown_worker_is_refused(arguments: dict[str, Any]) -> None:
     stage, _ = a_run("a", "b")
     result = stage.asks("kick", **arguments)
     assert (result.request, result.ok) == (1, False)

@@ -1,7 +1,6 @@
 """What the broker measures of pushes: their length, a bound on it, and workers that send the same."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +14,7 @@ from kit.feed_snapshots import frame
 
 FIVE = ("a", "b", "c", "d", "e")
 CHUNKS = 4  # of norm n each, so that a push has norm 2 n
-
-
-def a_run_of(*names: str, **options: Any) -> tuple[Stage, list[Puppet]]:
-    stage = a_stage(**{"workers": len(names), "chunks": CHUNKS, **options})
-    return stage, stage.joined(*names)
+fresh = partial(a_run, rounds=0, chunks=CHUNKS)  # no worker has pushed yet
 
 
 def of_norm(puppet: Puppet, push_id: int, length: float, **fields: Any) -> None:
@@ -32,46 +27,40 @@ def a_round_of(puppets: list[Puppet], number: int, *norms: float) -> None:
         of_norm(puppet, 10 * number + place, norm)
 
 
-def shown(stage: Stage) -> dict[str, dict[str, Any]]:
-    return {each["id"]: each for each in stage.shown()["workers"]}
-
-
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"quorum": 5}])
-def test_feed_has_what_the_broker_measured_not_what_a_worker_says(
-    options: dict[str, Any],
-) -> None:
-    stage, puppets = a_run_of(*FIVE, **options)
+def test_feed_has_what_the_broker_measured_not_what_a_worker_says(options: dict[str, Any]) -> None:
+    stage, puppets = fresh(*FIVE, **options)
     for place, puppet in enumerate(puppets):
         of_norm(puppet, place, 2.0 + place, norm=1e-9)
-    assert [w["delta_norm"] for w in shown(stage).values()] == [2, 3, 4, 5, 6]
-    assert [w["times_usual"] for w in shown(stage).values()] == [0.5, 0.75, 1, 1.25, 1.5]
+    assert list(stage.column("delta_norm").values()) == [2, 3, 4, 5, 6]
+    assert list(stage.column("times_usual").values()) == [0.5, 0.75, 1, 1.25, 1.5]
     assert stage.shown()["fragments"][0]["usual_norm"] == 4
 
 
 def test_norms_of_fragments_are_compared_with_those_of_the_same_fragment() -> None:
-    stage, puppets = a_run_of("a", "b", "c", num_fragments=2)
+    stage, puppets = fresh("a", "b", "c", num_fragments=2)
     for fragment, norm in ((0, 1.0), (1, 50.0)):
         for place, puppet in enumerate(puppets):
             of_norm(puppet, 10 * fragment + place, norm, fragment=fragment)
     assert [part["usual_norm"] for part in stage.shown()["fragments"]] == [1, 50]
-    assert {worker["times_usual"] for worker in shown(stage).values()} == {1}
-    assert {worker["delta_norm"] for worker in shown(stage).values()} == {50}
+    assert set(stage.column("times_usual").values()) == {1}
+    assert set(stage.column("delta_norm").values()) == {50}
     for place, puppet in enumerate(puppets):
         of_norm(puppet, 20 + place, 2.0)
-    assert {worker["delta_norm"] for worker in shown(stage).values()} == {2}, "of the last push"
+    assert set(stage.column("delta_norm").values()) == {2}, "of the last push"
     assert not stage.said("times the workers' median")
 
 
-def test_nothing_is_usual_of_two() -> None:
-    stage, puppets = a_run_of("a", "b")
+def test_two_workers_have_no_usual_norm() -> None:
+    stage, puppets = fresh("a", "b")
     a_round_of(puppets, 0, 1, 100)
     assert stage.shown()["fragments"][0]["usual_norm"] is None
-    assert shown(stage)["b"]["delta_norm"] == 100
-    assert shown(stage)["b"]["times_usual"] is None
+    assert stage.row("b")["delta_norm"] == 100
+    assert stage.row("b")["times_usual"] is None
 
 
-def test_one_that_stands_out_is_named_once_a_minute() -> None:
-    stage, puppets = a_run_of(*FIVE)
+def test_outlier_is_named_once_a_minute() -> None:
+    stage, puppets = fresh(*FIVE)
     for number in range(3):
         a_round_of(puppets, number, 1, 1, 60, 1, 1)
     assert len(stage.said("of c has norm 60")) == 1
@@ -81,7 +70,7 @@ def test_one_that_stands_out_is_named_once_a_minute() -> None:
 
 
 def test_round_goes_on_without_a_push_that_is_too_large_and_only_its_sender_is_told() -> None:
-    stage, puppets = a_run_of("a", "b", "c", max_delta_norm=10.0)
+    stage, puppets = fresh("a", "b", "c", max_delta_norm=10.0)
     a_round_of(puppets, 0, 1, 9.9, 10.1)
     c = puppets[2]
     assert (c.error().code, c.error().push_id, c.error().retry) == ("too_large", 2, False)
@@ -89,17 +78,17 @@ def test_round_goes_on_without_a_push_that_is_too_large_and_only_its_sender_is_t
     assert stage.counted() == [{("a", 0): 1, ("b", 1): 1}] * CHUNKS
     assert not puppets[0].last(Error) and not puppets[1].last(Error)
     assert stage.shown()["totals"]["refused"] == {"too_large": 1}
-    assert shown(stage)["c"]["rejected"] == 1
-    assert shown(stage)["c"]["delta_norm"] == pytest.approx(10.1)
+    assert stage.row("c")["rejected"] == 1
+    assert stage.row("c")["delta_norm"] == pytest.approx(10.1)
     of_norm(c, 12, 5)  # it takes part again
     for place, puppet in enumerate(puppets[:2]):
         of_norm(puppet, 10 + place, 1)
     assert ("c", 12) in stage.counted()[0]
 
 
-def test_auto_refuses_in_round_one_already_whoever_comes_first() -> None:
+def test_auto_bound_holds_in_round_one_in_any_order() -> None:
     for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)):
-        stage, puppets = a_run_of(*FIVE, max_delta_norm="auto")
+        stage, puppets = fresh(*FIVE, max_delta_norm="auto")
         for place in order:
             of_norm(puppets[place], place, 100 if place == 4 else 1)
         assert puppets[4].error().code == "too_large"
@@ -107,8 +96,8 @@ def test_auto_refuses_in_round_one_already_whoever_comes_first() -> None:
         assert {who for who, _ in stage.counted()[0]} == {"a", "b", "c", "d"}
 
 
-def test_bound_follows_when_everybody_makes_longer_steps() -> None:
-    stage, puppets = a_run_of("a", "b", "c", max_delta_norm="auto")
+def test_bound_follows_when_all_workers_make_longer_steps() -> None:
+    stage, puppets = fresh("a", "b", "c", max_delta_norm="auto")
     for number, norm in enumerate((1, 1, 30, 30, 900, 0.1)):
         a_round_of(puppets, number, norm, norm, norm)
     assert stage.counters == [6]
@@ -116,7 +105,7 @@ def test_bound_follows_when_everybody_makes_longer_steps() -> None:
 
 
 def test_bound_follows_in_asynchronous_mode_once_most_have_longer_steps() -> None:
-    stage, puppets = a_run_of("a", "b", "c", "d", "e", mode="async", max_delta_norm="auto")
+    stage, puppets = fresh("a", "b", "c", "d", "e", mode="async", max_delta_norm="auto")
     a_round_of(puppets, 0, 1, 1, 1, 1, 1)
     assert stage.counters == [5]
     a_round_of(puppets, 1, 30, 30, 30, 30, 30)
@@ -127,7 +116,7 @@ def test_bound_follows_in_asynchronous_mode_once_most_have_longer_steps() -> Non
 
 
 def test_window_of_asynchronous_mode_applies_what_is_left() -> None:
-    stage, (a, b, c) = a_run_of("a", "b", "c", mode="async", max_delta_norm=10.0, grace=1.0)
+    stage, (a, b, c) = fresh("a", "b", "c", mode="async", max_delta_norm=10.0, grace=1.0)
     of_norm(a, 1, 100)
     of_norm(b, 2, 2)
     stage.now += 1.5
@@ -139,7 +128,7 @@ def test_window_of_asynchronous_mode_applies_what_is_left() -> None:
 
 
 def test_quorum_without_the_refused_waits_for_the_next() -> None:
-    stage, puppets = a_run_of("a", "b", "c", "d", quorum=3, max_delta_norm=10.0)
+    stage, puppets = fresh("a", "b", "c", "d", quorum=3, max_delta_norm=10.0)
     a_round_of(puppets, 0, 1, 1, 1, 1)  # round one waits for all
     for place, norm in ((0, 1), (1, 100), (2, 1)):
         of_norm(puppets[place], 10 + place, norm)
@@ -149,14 +138,14 @@ def test_quorum_without_the_refused_waits_for_the_next() -> None:
 
 
 def test_floor_holds_also_for_what_was_refused() -> None:
-    stage, puppets = a_run_of("a", "b", max_delta_norm=10.0, min_workers=2)
+    stage, puppets = fresh("a", "b", max_delta_norm=10.0, min_workers=2)
     a_round_of(puppets, 0, 1, 100)
     assert stage.counters == [0], "--min-workers 2 asks for two contributions"
     of_norm(puppets[1], 2, 1)
     assert stage.counters == [1]
 
 
-def test_round_one_waits_for_those_in_the_place_of_who_was_refused_and_left() -> None:
+def test_round_one_waits_for_successors_of_refused_workers_that_left() -> None:
     stage = a_stage(workers=3, chunks=CHUNKS, max_delta_norm=10)
     for name in ("a", "a2"):
         (vandal,) = stage.joined(name)
@@ -170,15 +159,15 @@ def test_round_one_waits_for_those_in_the_place_of_who_was_refused_and_left() ->
     assert stage.counters == [1]
 
 
-def test_zeros_are_no_vote_and_do_not_make_others_too_large() -> None:
-    stage, puppets = a_run_of(*FIVE, max_delta_norm="auto")
+def test_zeros_do_not_lower_the_bound() -> None:
+    stage, puppets = fresh(*FIVE, max_delta_norm="auto")
     a_round_of(puppets, 0, 0, 0, 1, 1, 1)
     assert stage.counters == [1]
     assert stage.shown()["totals"]["rejected"] == 0
 
 
 def test_many_tiny_pushes_of_one_worker_have_one_vote() -> None:
-    stage, puppets = a_run_of("a", "b", "c", mode="async", max_delta_norm="auto")
+    stage, puppets = fresh("a", "b", "c", mode="async", max_delta_norm="auto")
     a_round_of(puppets, 0, 1, 1, 1)
     for number in range(20):
         of_norm(puppets[0], 100 + number, 1e-6)
@@ -188,15 +177,15 @@ def test_many_tiny_pushes_of_one_worker_have_one_vote() -> None:
 
 
 def test_weight_of_its_own_is_refused_where_length_is_bounded() -> None:
-    stage, (a, b) = a_run_of("a", "b", max_delta_norm=10.0)
+    stage, (a, b) = fresh("a", "b", max_delta_norm=10.0)
     a.begins(1, weight=1e12)
     assert (a.error().code, "1e+12" in a.error().text) == ("bad_push", True)
     of_norm(b, 2, 1)
     assert stage.counters == [1], "the others do not wait for it"
 
 
-def test_broker_that_comes_back_bounds_as_before_once_everybody_has_pushed() -> None:
-    stage, puppets = a_run_of("a", "b", "c", max_delta_norm="auto", save_dir="run")
+def test_bound_holds_after_a_restart_once_all_have_pushed() -> None:
+    stage, puppets = fresh("a", "b", "c", max_delta_norm="auto", save_dir="run")
     a_round_of(puppets, 0, 1, 1, 1)
     again = stage.restarted()
     puppets = [again.worker(name).comes_with(stage.holdings()) for name in ("a", "b", "c")]
@@ -231,16 +220,11 @@ def push(*fingerprints: tuple[Puppet, int]) -> None:
 
 def alike(stage: Stage) -> dict[str, str]:
     """Who sent the same as whom, as the feed has it."""
-    return {w["id"]: w["same_as"] for w in stage.shown()["workers"] if w["same_as"] is not None}
+    return {each: same for each, same in stage.column("same_as").items() if same is not None}
 
 
 def warnings(stage: Stage) -> list[str]:
     return stage.said("sent identical updates")
-
-
-def fresh(*ids: str, **options: Any) -> tuple[Stage, list[Puppet]]:
-    """A run whose workers have pushed nothing yet."""
-    return a_run(*ids, rounds=0, **options)
 
 
 @MODES
@@ -255,7 +239,7 @@ def test_workers_that_send_the_same_are_named_once_and_shown(options: dict[str, 
     assert any("a and c" in reason for reason in found.reasons)
 
 
-def test_it_is_said_once_and_shown_as_long_as_it_holds() -> None:
+def test_identical_updates_are_logged_once_and_shown_while_they_last() -> None:
     stage, (a, b) = fresh("a", "b")
     for fingerprint in (SAME, OTHER, THIRD):
         push((a, fingerprint), (b, fingerprint))

@@ -1,7 +1,5 @@
 """Readers that do not go on cost nothing that stays; those that are only slow get their version."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_broker.core.events import Received
@@ -47,7 +45,7 @@ def test_observer_has_few_chunks_on_their_way_whatever_it_asks_for() -> None:
     assert chunks_of(stage, route) == 2 * MAX_OBSERVER_CREDIT
 
 
-def test_worker_has_more_room_and_a_bound_as_well() -> None:
+def test_credit_of_a_worker_is_larger_and_bounded() -> None:
     stage, _ = alone(MANY)
     b = stage.worker("b").joins()
     b.sends(Credit(10**6, b.session), on=b.bulk)
@@ -81,7 +79,7 @@ def test_slow_observer_gets_the_version_that_it_has_begun() -> None:
     assert (chunks_of(stage, route), len(told)) == (CHUNKS, 1)
 
 
-def test_observer_that_waits_for_the_next_version_is_left_in_peace() -> None:
+def test_observer_that_waits_for_a_version_keeps_its_connection() -> None:
     stage, _ = alone(CHUNKS)
     route = observer(stage, credit=0, after=0)
     stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) * 3, "a")

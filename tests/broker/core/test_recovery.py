@@ -1,7 +1,5 @@
 """A broker that was killed goes on, in the core alone: from its checkpoint, its workers, or both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -41,7 +39,7 @@ def test_known_worker_that_is_away_is_named_and_waited_for_no_longer_than_recove
     stage.passes(0.5)
     assert stage.shown()["waiting_for"].endswith(": a; b")
     a = stage.worker("a").comes_with(crashed.holdings())
-    stage.worker("c").joins()
+    c = stage.worker("c").joins()
     assert stage.shown()["waiting_for"].endswith(": b")
     a.base = crashed.version()
     a.begins(11)
@@ -51,7 +49,8 @@ def test_known_worker_that_is_away_is_named_and_waited_for_no_longer_than_recove
     assert stage.state.round is None
     stage.passes(0.3)
     assert stage.round.number == 1
-    a.pushes(11)
+    a_round([a, c], 1)
+    assert stage.reports[-1].averaged == 2
 
 
 def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
@@ -87,7 +86,7 @@ def test_worker_that_comes_when_the_run_has_gone_on_does_not_change_it() -> None
     assert stage.version().counter == 3
 
 
-def test_checkpoint_that_knows_nobody_is_gone_on_with_at_once() -> None:
+def test_checkpoint_without_workers_is_resumed_at_once() -> None:
     crashed = a_saved_run("a", rounds=2)
     newest = crashed.checkpoints[-1]
     stage = crashed.restarted(replace(newest, record=replace(newest.record, workers={})))
@@ -95,7 +94,7 @@ def test_checkpoint_that_knows_nobody_is_gone_on_with_at_once() -> None:
     assert stage.round.number == 2
 
 
-def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
+def test_each_fragment_is_adopted_from_the_worker_that_has_it_newest() -> None:
     crashed = a_saved_run("a", "b", "c", rounds=4, pieces=2)
     held = crashed.holdings()
     stage = crashed.restarted()
@@ -119,7 +118,7 @@ def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "sends nothing more", "sends NaN", "is kicked"])
-def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> None:
+def test_checkpoint_is_resumed_when_the_seed_worker_is_lost(how: str) -> None:
     crashed = a_saved_run("a", "b", rounds=2)
     stage, _ = next_incarnation(crashed, "b")
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=1))
@@ -153,9 +152,7 @@ def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: st
         pytest.param("f" * 16, 5, id="of another run"),
     ],
 )
-def test_version_other_than_a_seed_worker_said_it_holds_is_refused(
-    run: str | None, counter: int
-) -> None:
+def test_version_that_a_seed_worker_did_not_name_is_refused(run: str | None, counter: int) -> None:
     crashed = a_saved_run("a", "b", rounds=3)
     ours = crashed.version()
     stage, (b,) = next_incarnation(crashed, "b")
@@ -211,7 +208,7 @@ def test_fresh_worker_that_is_asked_first_gives_way_to_one_that_holds_a_run() ->
     assert_masters_are_what_is_handed_out(stage)
 
 
-def test_another_run_and_another_model_are_refused_while_a_checkpoint_is_gone_on_with() -> None:
+def test_other_run_and_other_model_are_refused_after_a_resume() -> None:
     stage = a_saved_run("a", "b", rounds=1).restarted()
     stranger = stage.worker("x").comes_with(holding(99))
     assert (stranger.error().code, stranger.error().retry) == ("run_differs", False)
@@ -231,7 +228,7 @@ def test_worker_of_a_run_that_was_moved_aside_is_refused_and_the_new_run_begins_
     assert stage.version().run != RUN
 
 
-def test_rewound_run_ignores_what_workers_have_newer_and_nobody_stands_still() -> None:
+def test_rewound_run_ignores_newer_versions_of_workers() -> None:
     crashed = a_saved_run("a", "b", rounds=2)
     stage = crashed.restarted(recover="rewind")
     newer = ahead(crashed.holdings(), f0=5)
@@ -246,6 +243,7 @@ def test_rewound_run_ignores_what_workers_have_newer_and_nobody_stands_still() -
         base = first(newer).version if number == 2 else stage.version()
         for place, puppet in enumerate((a, b)):
             puppet.pushes(10 * number + place, base=base)
+            assert stage.row(puppet.worker_id)["staleness"] == 0
         assert stage.version().counter == number + 1
     assert stage.counted() == [stage.counted()[0]] * 2
     assert ("lost", 903) not in stage.counted()[0]
@@ -266,7 +264,7 @@ def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> No
     assert stage.counters == [3, 3]
     assert [each["gradients"] for each in stage.shown()["fragments"]] == [3, 3], "schedules go on"
     assert stage.round.number == 6
-    assert stage.state.model.run == RUN
+    assert stage.version().run == RUN
     assert_masters_are_what_is_handed_out(stage)
 
 
@@ -304,7 +302,7 @@ def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal()
     assert len(stage.said("b holds", "branch", str(b_held.version), str(ours))) == 1
 
 
-def test_branch_that_the_broker_has_left_behind_is_named_in_this_life_and_the_next() -> None:
+def test_abandoned_branch_is_named_in_this_and_the_next_incarnation() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
     theirs = ahead(crashed.holdings(), f0=1)
     stage = crashed.restarted(recover_wait=0.0)

@@ -1,7 +1,5 @@
 """What anybody may ask for: refusals are logged within bounds, noise ends, probes have a share."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_broker.config import BrokerConfig
@@ -50,7 +48,7 @@ def test_unauthenticated_peer_who_sends_noise_is_cut_off(stage: Stage) -> None:
     assert stage.gone == {noisy}, "a member keeps its connection"
 
 
-def test_what_is_remembered_of_refusals_is_bounded(stage: Stage) -> None:
+def test_memory_of_refusals_is_bounded(stage: Stage) -> None:
     for number in range(2 * CAUSES_KEPT):
         stage.happens(Malformed(stage.route(), f"code {number}", BAD))
         stage.happens(ConnectionEnded(f"{number} KiB of an incomplete message"))
@@ -81,16 +79,14 @@ def test_probe_is_answered_with_as_many_bytes_as_are_asked_for(stage: Stage, siz
     assert sent.payload is None if not size else len(sent.payload) == size
 
 
-def test_answer_is_not_longer_than_an_unauthenticated_peer_may_be_in_the_middle_of(
-    stage: Stage,
-) -> None:
+def test_probe_that_is_too_long_is_refused(stage: Stage) -> None:
     sent = answer(stage, Probe(7, LONGEST_PROBE + 1))
     assert isinstance(sent.message, Error) and sent.message.code == "bad_header"
     with pytest.raises(ProtocolError, match="49152"):
         unpack(pack(Probe(7), b"x" * (LONGEST_PROBE + 1)))
 
 
-def test_who_measures_on_and_on_gets_a_share_that_grows_with_time(stage: Stage) -> None:
+def test_probes_of_a_peer_have_a_share_that_grows_with_time(stage: Stage) -> None:
     def answered() -> int:
         count = 0
         while isinstance(answer(stage, Probe(count)).message, Probe):

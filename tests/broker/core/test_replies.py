@@ -1,7 +1,5 @@
 """How a quantized version goes to a reader, by what the reader holds."""
 
-from __future__ import annotations
-
 from diloco_broker.core.versions.fragment import FragmentVersions, VersionInProgress
 from diloco_broker.core.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
@@ -41,7 +39,7 @@ def test_reader_that_has_missed_some_gets_their_codes_in_order() -> None:
     assert reply.message.parts == (10, 10, 10)
 
 
-def test_reader_gets_the_chunk_whole_where_no_chain_leads_to_it_or_a_longer_one() -> None:
+def test_full_chunk_is_sent_where_no_shorter_chain_leads_to_it() -> None:
     chain = chained(20)
     whole = Chunk(0, 0, version=version(20))
     assert told(chain, None, 20) == Reply(whole, memoryview(WHOLE))
@@ -52,7 +50,7 @@ def test_reader_gets_the_chunk_whole_where_no_chain_leads_to_it_or_a_longer_one(
     assert told(chain, version(19, tag=5), 20).message.parts is None, "of another branch"
 
 
-def test_version_that_came_to_nothing_is_in_no_chain() -> None:
+def test_abandoned_version_is_in_no_chain() -> None:
     chain = chained(3)
     chain.follows(version(4, tag=5), version(3), [memoryview(b"lost")])
     chain.follows(version(4), version(3), [memoryview(b"made")])
@@ -60,7 +58,7 @@ def test_version_that_came_to_nothing_is_in_no_chain() -> None:
     assert chain.between(version(3), version(4, tag=5)) is None
 
 
-def test_chunk_without_a_code_goes_whole_and_so_it_goes_to_all_behind_it() -> None:
+def test_chunk_without_a_code_is_sent_in_full_to_all_behind_it() -> None:
     chain = chained(2)
     chain.follows(version(3), version(2), [None])
     chain.follows(version(4), version(3), [memoryview(b"4")])
@@ -68,7 +66,7 @@ def test_chunk_without_a_code_goes_whole_and_so_it_goes_to_all_behind_it() -> No
     assert told(chain, version(1), 4).message.parts is None
 
 
-def test_what_is_no_code_always_goes_as_it_is() -> None:
+def test_plain_chunk_is_sent_unchanged() -> None:
     whole = Chunk(0, 0, version=version(2))
     assert chained(2).reply(b"as it is", whole, version(1)) == Reply(whole, b"as it is")
 
@@ -80,7 +78,7 @@ def test_readers_that_hold_the_same_share_what_they_are_sent() -> None:
     assert len({bytes(reply.payload) for reply in found}) == 3
 
 
-def test_versions_that_never_were_cost_no_memory() -> None:
+def test_unknown_versions_cost_no_memory() -> None:
     versions, newest = being_made(5)
     found = {id(versions.reply(newest, 0, version(2, tag=tag))) for tag in range(1, 50)}
     assert found == {id(versions.reply(newest, 0, None))}

@@ -1,7 +1,5 @@
 """Rounds over whole submissions: quorum, grace, late work, the order of merging."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -187,9 +185,7 @@ def abandons_another_one_for_it(c: Puppet) -> None:
         (abandons_another_one_for_it, "abc"),
     ],
 )
-def test_complete_push_counts_once_and_no_other(
-    happens: Callable[[Puppet], None], who: str
-) -> None:
+def test_complete_push_counts_once(happens: Callable[[Puppet], None], who: str) -> None:
     stage, c = three()
     happens(c)
     assert closes_with(stage) == who
@@ -208,7 +204,7 @@ def test_chunks_without_a_commit_do_not_count() -> None:
     assert ids(stage)[-1] == "abc"
 
 
-def test_non_finite_chunk_voids_the_whole_submission_and_nobody_waits_for_it() -> None:
+def test_non_finite_chunk_voids_its_push_and_the_round_closes_without_it() -> None:
     stage, c = three()
     c.begins(3)
     c.delivers([0])
@@ -223,7 +219,7 @@ def test_non_finite_chunk_voids_the_whole_submission_and_nobody_waits_for_it() -
     assert stage.round.number == 2, "in the next round it is waited for again"
 
 
-def test_second_whole_submission_of_a_worker_is_for_the_next_round() -> None:
+def test_second_complete_push_of_a_worker_is_for_the_next_round() -> None:
     stage, c = three()
     c.pushes(3)
     grant = c.offers(4)
@@ -299,7 +295,7 @@ def test_deterministic_rounds_merge_in_the_order_of_worker_ids(order: str) -> No
     assert all(merge.wholes is first.wholes for merge in others), "made as they are needed"
 
 
-def test_norm_of_the_whole_submission_goes_with_each_of_its_chunks() -> None:
+def test_norm_of_the_push_goes_with_each_of_its_chunks() -> None:
     stage = a_stage(workers=2, aggregate="clip-median-norm")
     a, b = stage.joined("a", "b")
     a.pushes(1, squares=3.0)

@@ -1,7 +1,5 @@
 """What an error of the core tells: the round, the worker, and the last events of both."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 import weakref
@@ -13,16 +11,10 @@ from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.round import InvariantBroken
 from diloco_broker.core.story import KEPT, CoreError
 from diloco_protocol.messages import Chunk, Heartbeat, Pull, Push
-from kit.core_harness import Puppet, Stage, a_stage
+from kit.core_harness import Stage, a_run
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
 CHUNKS = 3
-
-
-def a_run(*, by_hand: bool = False) -> tuple[Stage, Puppet, Puppet]:
-    stage = a_stage(workers=2, chunks=CHUNKS, by_hand=by_hand)
-    a, b = stage.joined("a", "b")
-    return stage, a, b
 
 
 def broken_by(stage: Stage, worker_id: str) -> str:
@@ -36,7 +28,7 @@ def broken_by(stage: Stage, worker_id: str) -> str:
 
 
 def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> None:
-    stage, a, b = a_run()
+    stage, (a, b) = a_run("a", "b", rounds=0, chunks=CHUNKS)
     stage.pushes(a=1, b=2)
     b.begins(4)
     a.begins(3)
@@ -57,8 +49,8 @@ def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> 
     assert "round 0" not in of_round
 
 
-def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, a, _ = a_run()
+def test_internal_error_tells_the_events_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (a, _) = a_run("a", "b", rounds=0, chunks=CHUNKS)
     a.begins(1)
 
     def stumble(*_: object) -> None:
@@ -72,7 +64,7 @@ def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.Mon
 
 
 def test_story_stays_small_whatever_happens() -> None:
-    stage, _, b = a_run()
+    stage, (_, b) = a_run("a", "b", rounds=0, chunks=CHUNKS)
     b.begins(2)
     again = Push(b.token(), 2, 0, CHUNKS, "fp32", base=stage.version())
     for _ in range(2 * KEPT):
@@ -85,7 +77,7 @@ def test_story_stays_small_whatever_happens() -> None:
 
 
 def test_story_keeps_no_payload_alive() -> None:
-    stage, a, _ = a_run()
+    stage, (a, _) = a_run("a", "b", rounds=0, chunks=CHUNKS)
     a.begins(1)
     payload = Payload(4 * CHUNK_ELEMENTS)
     seen = weakref.ref(payload)
@@ -98,7 +90,7 @@ def test_story_keeps_no_payload_alive() -> None:
 
 def test_story_keeps_nothing_that_an_unauthenticated_peer_sends() -> None:
     """An unknown session may be megabytes long, and each may differ."""
-    stage, _, _ = a_run()
+    stage, (_, _) = a_run("a", "b", rounds=0, chunks=CHUNKS)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

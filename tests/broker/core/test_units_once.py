@@ -1,7 +1,5 @@
 """Whatever happens to workers and broker, the parameters at the end contain each unit once an epoch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,17 +12,8 @@ from kit.unit_workers import NAME, UnitWorker, times_contained
 
 SIZE, EPOCHS = 7, 2
 ACTIONS = (
-    "takes",
-    "trains",
-    "begins",
-    "completes",
-    "blunders",
-    "goes back",
-    "goes away",
-    "comes back",
-    "dies",
-    "joins",
-    "the broker restarts",
+    *("takes", "trains", "begins", "completes", "blunders"),
+    *("goes back", "goes away", "comes back", "dies", "joins", "the broker restarts"),
 )
 SCRIPTS = st.lists(
     st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 5)), max_size=60
@@ -32,18 +21,10 @@ SCRIPTS = st.lists(
 
 # One comes back with a push in flight whose units another has been given.
 AWAY = [
-    ("takes", 0, 3),
-    ("trains", 0, 5),
-    ("begins", 0, 1),
-    ("goes away", 0, 1),
-    ("takes", 1, 5),
-    ("takes", 1, 5),
-    ("trains", 1, 5),
-    ("begins", 1, 1),
-    ("completes", 1, 1),
-    ("comes back", 0, 1),
+    *[("takes", 0, 3), ("trains", 0, 5), ("begins", 0, 1), ("goes away", 0, 1)],
+    *[("takes", 1, 5), ("takes", 1, 5), ("trains", 1, 5), ("begins", 1, 1)],
+    *[("completes", 1, 1), ("comes back", 0, 1)],
 ]
-
 
 # One that was away when its push counted comes back to a broker that has lost that version and adopts it
 # from another.

@@ -1,8 +1,7 @@
 """Units of a data set: each goes to one worker in an epoch, and is in the global parameters once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import hypothesis.strategies as st
@@ -25,7 +24,7 @@ def a_pair(**options: object) -> tuple[UnitWorker, UnitWorker]:
     return first, second
 
 
-def test_units_go_out_in_a_row_and_count_when_the_version_with_their_push_is_whole() -> None:
+def test_units_are_handed_out_in_order_and_count_with_their_version() -> None:
     a, b = a_pair()
     a.takes(3)
     b.takes(1)
@@ -33,12 +32,17 @@ def test_units_go_out_in_a_row_and_count_when_the_version_with_their_push_is_who
     a.trains()
     a.begins(1)
     a.completes()
-    data = a.stage.state.data.sets[NAME]
-    assert data.counted == 0
+    assert shown(a)["counted"] == 0
     b.begins(2)
     b.completes()
-    assert data.counted == 3, "b has not trained on its own"
-    assert data.oldest == 3
+    assert shown(a)["counted"] == 3, "b has not trained on its own"
+    assert a.stage.state.data.sets[NAME].oldest == 3
+
+
+def shown(worker: UnitWorker) -> dict[str, Any]:
+    """What displays show of the data set."""
+    (row,) = worker.stage.shown()["data_sets"]
+    return dict(row)
 
 
 def is_dead(a: UnitWorker, _: UnitWorker) -> None:
@@ -59,9 +63,7 @@ def has_its_push_refused(a: UnitWorker, _: UnitWorker) -> None:
 
 
 @pytest.mark.parametrize("event", [is_dead, is_dead_after_a_part_of_its_push, has_its_push_refused])
-def test_units_that_cannot_count_any_more_are_given_back_and_go_out_last(
-    event: Callable[[UnitWorker, UnitWorker], None],
-) -> None:
+def test_lost_units_go_out_last(event: Callable[[UnitWorker, UnitWorker], None]) -> None:
     a, b = a_pair()
     a.takes(3)
     a.trains()
@@ -71,7 +73,7 @@ def test_units_that_cannot_count_any_more_are_given_back_and_go_out_last(
     assert b.in_hand == [0, 1, *range(3, 10)]
 
 
-def test_a_whole_push_counts_though_its_worker_died_a_second_later() -> None:
+def test_complete_push_counts_though_its_worker_died() -> None:
     a, b = a_pair()
     a.takes(3)
     a.trains()
@@ -81,10 +83,10 @@ def test_a_whole_push_counts_though_its_worker_died_a_second_later() -> None:
     assert not free(a.stage)
     b.begins(2)
     b.completes()
-    assert a.stage.state.data.sets[NAME].counted == 3
+    assert shown(a)["counted"] == 3
 
 
-def test_a_worker_that_was_away_keeps_what_nobody_else_was_given() -> None:
+def test_worker_that_was_away_keeps_units_not_given_to_others() -> None:
     a, b = a_pair()
     a.takes(3)
     a.trains()
@@ -100,7 +102,7 @@ def test_a_worker_that_was_away_keeps_what_nobody_else_was_given() -> None:
     assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
 
 
-def test_a_push_that_has_counted_may_say_anything_of_its_units() -> None:
+def test_units_of_a_counted_push_are_not_checked() -> None:
     _, (a,) = a_run("a")
     a.pushes(71)
     grant = a.offers(71, lots=(Lot((71,), {"no such data": (0, 3)}),))
@@ -119,7 +121,7 @@ def test_the_next_epoch_begins_when_nothing_of_this_one_is_free() -> None:
     assert b.in_hand[11:] == [*range(8), 19]
 
 
-def test_what_is_over_is_said_when_all_of_it_counts() -> None:
+def test_end_of_a_data_set_is_told_when_all_units_count() -> None:
     a, b = a_pair()
     a_unit_round([a, b], 1, 10)
     answer = a.takes(1)
@@ -138,15 +140,15 @@ def test_what_is_over_is_said_when_all_of_it_counts() -> None:
         {"name": "other", "size": 1, "epochs": -1},
     ],
 )
-def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+def test_impossible_data_set_is_refused(fields: dict[str, object]) -> None:
     a, _ = a_pair()
     a.takes(1)
-    before = a.stage.state.data.sets[NAME].held
+    before = shown(a)["held"]
     asked: dict[str, object] = {"name": NAME, "size": 10, "epochs": 2, **fields}
     a.puppet.sends(Take(a.puppet.token(), 99, **asked))  # type: ignore[arg-type]
     result = a.puppet.got(Result)
     assert (result.request, result.ok) == (99, False)
-    assert a.stage.state.data.sets[NAME].held == before
+    assert shown(a)["held"] == before
 
 
 def test_a_push_cannot_name_units_of_another_worker() -> None:
@@ -168,22 +170,22 @@ def test_units_that_two_pushes_of_a_worker_name_count_with_the_first() -> None:
     b.trains()
     b.begins(3)
     b.completes()
-    assert a.stage.state.data.sets[NAME].counted == 3, "two of these, and one of b"
+    assert shown(a)["counted"] == 3, "two of these, and one of b"
 
 
-def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:
+def test_push_with_units_of_an_unknown_data_set_is_refused() -> None:
     a, _ = a_pair()
     a.puppet.begins(5, lots=(Lot((5,), {"photos": (0, 1)}),))
     error = a.puppet.got(Error)
     assert (error.code, "photos" in error.text) == ("stale", True)
 
 
-def test_no_more_than_so_many_data_sets_are_begun() -> None:
+def test_number_of_data_sets_is_bounded() -> None:
     a, _ = a_pair()
     for number in range(70):
         a.puppet.sends(Take(a.puppet.token(), number, f"set {number}", 5))
     assert not a.puppet.got(Result).ok and "64" in a.puppet.got(Result).text
-    assert len(a.stage.state.data.sets) == 64
+    assert len(a.stage.shown()["data_sets"]) == 64
 
 
 FEW, WORKERS = 4, ("a", "b")
@@ -199,9 +201,7 @@ REQUESTS = st.tuples(
 @patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
 @settings(max_examples=30)
 @given(requests=st.lists(REQUESTS, min_size=40, max_size=60))
-def test_few_ranges_of_units_lie_free(
-    requests: list[tuple[str, str, int, int, int]],
-) -> None:
+def test_few_ranges_of_units_lie_free(requests: list[tuple[str, str, int, int, int]]) -> None:
     data = DataSet(10_000, 0, None)
     for who, what, first, rows, length in requests:
         start = max(0, data.next + first)

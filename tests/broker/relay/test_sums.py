@@ -1,7 +1,5 @@
 """Means that a relay makes, beside plain torch: what quantization omits of one is in the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -100,7 +98,7 @@ def test_integers_are_the_largest() -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_what_one_mean_leaves_out_is_in_those_after_it(dtype: str) -> None:
+def test_residual_of_a_mean_is_in_later_means(dtype: str) -> None:
     """After any number of rounds what was sent and the sum of means differ by one residual."""
     span, sums = a_span(), TensorSums()
     meant, sent, worst = torch.zeros(SIZE), torch.zeros(SIZE), []

@@ -1,7 +1,5 @@
 """Keys that are taken back while messages under them wait to be handled."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
@@ -98,7 +96,7 @@ def test_largest_buffer_comes_through_under_a_key(loop: Loop, folder: KeyFolder)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
-def test_trouble_of_the_system_takes_no_key_back_and_is_said_once(
+def test_system_error_revokes_no_key_and_is_logged_once(
     loop: Loop, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     doorkeeper = loop.sockets._doorkeeper

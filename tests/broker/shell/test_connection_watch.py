@@ -1,9 +1,7 @@
 """Connections that cost more than they may are ended; those that work are left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -104,7 +102,7 @@ def test_message_that_does_not_end_is_cut_off(
     assert "65 KiB" in why or may_owe != limits.UNAUTHENTICATED_MAY_OWE
 
 
-def test_connection_that_sends_whole_messages_may_send_any_number(on: Watching) -> None:
+def test_complete_messages_are_not_limited(on: Watching) -> None:
     for _ in range(2_000):
         on.wire.taken += 10 * limits.UNAUTHENTICATED_MAY_OWE
         on.named().heard += 10 * limits.UNAUTHENTICATED_MAY_OWE
@@ -148,7 +146,7 @@ def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
 CHUNK = 2 << 20
 
 
-def test_chunks_on_their_way_to_a_slow_observer_are_no_answers(on: Watching) -> None:
+def test_chunks_in_flight_to_a_slow_observer_are_limited_apart_from_answers(on: Watching) -> None:
     on.named()
     on.looks()
     on.named().sent += 50
@@ -190,7 +188,7 @@ def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watch
     assert "300 s" in why
 
 
-def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
+def test_protocol_overhead_of_zeromq_does_not_add_up(on: Watching) -> None:
     on.named()
     for _ in range(10_000):
         on.named().sent += 1000
@@ -214,7 +212,7 @@ def test_members_may_leave_more_and_take_their_time(on: Watching) -> None:
     assert len(on.looks(A)) == 1
 
 
-def test_whole_messages_that_wait_are_no_message_that_has_not_ended(on: Watching) -> None:
+def test_waiting_complete_messages_are_not_an_endless_one(on: Watching) -> None:
     """A turn takes one of each connection: of one that sends many at once the others wait."""
     size, number = limits.UNAUTHENTICATED_MAY_OWE // 2, 20
     on.named()
@@ -235,7 +233,7 @@ def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on:
 
 
 @pytest.mark.usefixtures("looks_cost_nothing")
-def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching) -> None:
+def test_peer_that_sends_bytes_is_inspected_within_a_millisecond(on: Watching) -> None:
     on.looks()
     assert on.watch.next_look > on.now + 10 * limits.UNAUTHENTICATED_EVERY_S
     found: list[str] = []
@@ -248,7 +246,7 @@ def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching)
     assert on.now < 100.3 + 5 * limits.UNAUTHENTICATED_EVERY_S
 
 
-def test_descriptors_are_polled_of_those_who_have_not_joined() -> None:
+def test_descriptors_of_unauthenticated_peers_are_polled() -> None:
     polled: set[int] = set()
 
     def poll(number: int, flags: int) -> None:
@@ -287,10 +285,10 @@ class Crowd:
         for number, wire in enumerate(self.wires):
             self.watch.opened(number, wire)
 
-    def looks(self, *members: bytes) -> list[int]:
+    def looks(self) -> list[int]:
         for second in (1.0, 2.0):
             self.watch.turns += limits.EVERYBODY
-            self.watch.look(members, second)
+            self.watch.look((), second)
         return self.shut
 
     @property
@@ -298,18 +296,19 @@ class Crowd:
         return [number for number, wire in enumerate(self.wires) if wire.is_shut]
 
 
-def test_unauthenticated_peers_may_owe_so_much_together_and_the_oldest_go_first() -> None:
-    each = limits.UNAUTHENTICATED_MAY_OWE
-    crowd = Crowd([Wire(taken=each) for _ in range(limits.ALL_UNAUTHENTICATED_MAY_OWE // each + 3)])
+OWES, LEAVES = limits.UNAUTHENTICATED_MAY_OWE, limits.UNAUTHENTICATED_MAY_LEAVE
+
+
+@pytest.mark.parametrize(
+    ("wire", "most"),
+    [
+        (Wire(taken=OWES), limits.ALL_UNAUTHENTICATED_MAY_OWE // OWES),
+        (Wire(unsent=LEAVES), limits.ALL_UNAUTHENTICATED_MAY_LEAVE // LEAVES),
+    ],
+)
+def test_oldest_peers_go_where_all_cost_too_much(wire: Wire, most: int) -> None:
+    crowd = Crowd([replace(wire) for _ in range(most + 3)])
     assert crowd.looks() == [0, 1, 2]
-
-
-def test_unauthenticated_peers_may_leave_so_much_together() -> None:
-    each = limits.UNAUTHENTICATED_MAY_LEAVE
-    crowd = Crowd(
-        [Wire(unsent=each) for _ in range(limits.ALL_UNAUTHENTICATED_MAY_LEAVE // each + 2)]
-    )
-    assert len(crowd.looks()) == 2
 
 
 def test_of_too_many_unauthenticated_peers_the_oldest_goes() -> None:
@@ -328,7 +327,7 @@ def test_of_too_many_unauthenticated_peers_those_go_first_that_were_not_let_in()
     assert crowd.shut == [1, 2]
 
 
-def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
+def test_revoked_key_ends_its_connections_and_unnamed_ones() -> None:
     crowd = Crowd([Wire() for _ in range(3)])
     w0, w1 = Peer(Role.WORKER, "w0"), Peer(Role.WORKER, "w1")
     crowd.watch.name(b"0", 0, w0)
@@ -337,9 +336,7 @@ def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
     assert crowd.shut == [0, 2]
 
 
-def test_message_left_by_a_connection_that_is_gone_belongs_to_no_other(
-    on: Watching,
-) -> None:
+def test_message_left_by_a_connection_that_is_gone_belongs_to_no_other(on: Watching) -> None:
     on.named()
     assert on.watch.name(b"older", 7, None).transport is None  # the number is in use again
     on.watch.closed(7)
@@ -386,7 +383,7 @@ def test_end_comes_with_the_next_message_where_the_name_was_not_sure(on: Watchin
     assert (too_early, on.wire.is_shut) == (False, True)
 
 
-def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> None:
+def test_late_message_of_an_ended_connection_names_no_other(on: Watching) -> None:
     drawn, again = b"\0drawn", Wire()
     on.watch.turns += limits.EVERYBODY
     on.watch.name(drawn, 7, None)
@@ -503,7 +500,7 @@ def test_keepers_of_old_versions_are_ended(readers: list[Reader], ended: list[in
     assert [number for number, each in enumerate(readers) if each.is_shut] == ended
 
 
-def test_what_was_read_is_kept_no_more() -> None:
+def test_chunks_that_were_read_are_forgotten() -> None:
     reader = a_reader(OLD, since=1.0)
     reader.chunks.see(CHUNK // 2, 2.0)
     assert sum(reader.chunks.old({0: NEWEST}).values()) == MAX_OBSERVER_CREDIT * CHUNK

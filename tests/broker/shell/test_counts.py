@@ -1,7 +1,5 @@
 """What a round costs, in counts that no busy machine can change: messages, bytes, credits, copies."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

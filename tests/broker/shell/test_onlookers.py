@@ -1,7 +1,5 @@
 """Feed, history and audit are for those who look on: whatever fails there, the run goes on."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Iterator
@@ -86,9 +84,7 @@ def test_rounds_go_on_whatever_fails_for_onlookers_and_it_is_said_once(
     watched.stop()
 
 
-def test_failure_for_onlookers_is_repeated_after_a_minute(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failure_for_onlookers_is_repeated_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     failures = onlookers.Failures(lambda: now)
     for now in range(0, 150, 10):  # noqa: B007 - the clock reads it

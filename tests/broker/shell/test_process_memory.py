@@ -1,7 +1,5 @@
 """What the broker's process takes of the machine: memory that it keeps and gives back, open files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +101,6 @@ def test_claim_of_a_size_takes_no_memory_and_is_forgotten(processes: Processes) 
         assert other.join(one_tensor(20))["first_round"] == 0
 
 
-def test_memory_that_there_is_is_known() -> None:
+def test_memory_of_the_machine_is_known() -> None:
     found = memory_bytes()
     assert found is None or found > 64 << 20

@@ -1,7 +1,5 @@
 """What waits in the broker: tensor work, and acknowledgements that go out together."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +70,7 @@ def test_fold_that_is_passed_by_has_its_turn_after_a_while() -> None:
     assert not queue
 
 
-def test_credit_on_top_never_passes_what_all_pushes_may_have_together() -> None:
+def test_extra_credit_stays_below_the_total_window() -> None:
     """A worker may offer its push again and again, and each grant leaves what the one before gave."""
     upload = Window(UPLOAD_WINDOW_TOTAL - 8, window=6, widest=16)
     given = [upload.acknowledged(is_calm=True) for _ in range(6)]

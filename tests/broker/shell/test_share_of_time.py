@@ -1,7 +1,5 @@
 """Messages of peers that have not joined get a share of the loop's time; those of members never wait."""
 
-from __future__ import annotations
-
 from diloco_broker.shell.receive_queue import ROOM, SAVED_AT_MOST_S, SHARE, ReceiveQueue
 from diloco_broker.shell.sockets import Incoming
 
@@ -86,7 +84,7 @@ def test_peer_with_the_most_waiting_messages_is_disconnected() -> None:
     assert shell.taken == [OTHER]
 
 
-def test_four_descriptions_at_once_may_wait_and_the_loudest_by_bytes_goes() -> None:
+def test_receive_queue_is_bounded_by_bytes() -> None:
     shell = spent()
     shell.sends(OTHER)
     for route in (b"a", b"b", b"c", b"d"):

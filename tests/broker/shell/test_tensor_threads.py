@@ -1,10 +1,8 @@
 """Tensor work that is lent to threads: the same events in the same order, and the same bits."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,14 +11,6 @@ from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.effects import (
-    AggregateAndStep,
-    Fold,
-    Inspect,
-    Step,
-    StoreInitial,
-    WholePush,
-)
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.tensors import aggregate
@@ -79,10 +69,9 @@ def executor(
         made._threads = threads
     for fragment in layout.all:
         for span in fragment.spans:
-            made.add(StoreInitial(fragment.fragment, span.index, None))
+            made.add(effects.StoreInitial(fragment.fragment, span.index, None))
     while made:
-        stored = list(made.do_some(layout))
-        assert all(isinstance(each, events.InitialStored) for each in stored)
+        assert all(isinstance(each, events.InitialStored) for each in made.do_some(layout))
     return made
 
 
@@ -116,7 +105,7 @@ def rounds(made: TensorExecutor, layout: ModelLayout, wire: str) -> list[str]:
         order = [(w, span.index) for span in spans for w in range(len(WORKERS))]
         random.Random(number).shuffle(order)
         for w, index in order:
-            made.add(Fold(0, index, WORKERS[w], number, 1.0 + w, wire, sent[w][index]))
+            made.add(effects.Fold(0, index, WORKERS[w], number, 1.0 + w, wire, sent[w][index]))
         looked_at = [0] * len(spans)
         weights = [0.0] * len(spans)
         while made:
@@ -126,21 +115,18 @@ def rounds(made: TensorExecutor, layout: ModelLayout, wire: str) -> list[str]:
                     continue
                 assert isinstance(event, events.WorkDone | events.WorkRefused)
                 work = event.work
-                assert isinstance(work, Fold)
+                assert isinstance(work, effects.Fold)
                 squares = event.squares if isinstance(event, events.WorkDone) else None
                 told.append(f"{number}: {work.index} {work.worker_id} {squares!r}")
                 looked_at[work.index] += 1
                 weights[work.index] += 0.0 if squares is None else work.weight
                 if looked_at[work.index] == len(WORKERS):
-                    made.add(Step(0, work.index, weights[work.index], number))
+                    made.add(effects.Step(0, work.index, weights[work.index], number))
     return told
 
 
 def whole(made: TensorExecutor, layout: ModelLayout) -> list[bytes]:
-    found = []
-    for each in made.of(layout).wires(0):
-        found.append(bytes(getattr(each, "whole", each)))
-    return found
+    return [bytes(getattr(each, "whole", each)) for each in made.of(layout).wires(0)]
 
 
 DTYPES = [("bf16", "fp32"), ("fp32", "bf16"), ("int8", "int4z"), ("int4z", "int4z")]
@@ -172,7 +158,7 @@ def test_order_of_threads_changes_no_bit(
 
 
 @pytest.mark.parametrize("aggregate_", ["mean", "clip-median-norm", "trimmed-mean", "rda"])
-def test_whole_submissions_are_merged_beside_each_other_to_the_same_bits(aggregate_: str) -> None:
+def test_complete_pushes_merged_in_parallel_have_the_same_bits(aggregate_: str) -> None:
     layout = a_layout()
     found = []
     for threads in (None, InAnyOrder(1, 4), InAnyOrder(2, 7)):
@@ -181,14 +167,14 @@ def test_whole_submissions_are_merged_beside_each_other_to_the_same_bits(aggrega
         spans = layout.fragments[0].spans
         for w, worker in enumerate(WORKERS):
             for span in spans:
-                made.add(Inspect(0, span.index, worker, 0, "bf16", sent[w][span.index]))
+                made.add(effects.Inspect(0, span.index, worker, 0, "bf16", sent[w][span.index]))
         parts = tuple(
-            WholePush(worker, 1, 1.0 + w, 1.0, 10.0 + w, "bf16", sent[w])
+            effects.WholePush(worker, 1, 1.0 + w, 1.0, 10.0 + w, "bf16", sent[w])
             for w, worker in enumerate(WORKERS)
         )
         for count, groups in enumerate(((parts,), (parts[:1], parts[1:]))):
             for span in spans:
-                made.add(AggregateAndStep(0, span.index, groups, 2 * count))
+                made.add(effects.AggregateAndStep(0, span.index, groups, 2 * count))
         told = []
         while made:
             told += [type(event).__name__ for event in made.do_some(layout)]
@@ -206,17 +192,21 @@ def test_real_threads_take_part_and_come_to_the_same_bits() -> None:
     one.close()
 
 
+def has_four_steps_due(made: TensorExecutor, layout: ModelLayout) -> None:
+    """The first four chunks have been added up; their outer steps wait."""
+    for index, chunk in enumerate(payloads(layout, 0, "bf16")[0][:4]):
+        made.add(effects.Fold(0, index, "a", 0, 1.0, "bf16", chunk))
+    list(made.do_some(layout))
+    for index in range(4):
+        made.add(effects.Step(0, index, 1.0, 0))
+
+
 def test_each_result_is_in_its_place_when_it_is_told_and_none_behind_it() -> None:
     """So a checkpoint that is made on an event is the one that a single thread would make."""
     layout = a_layout()
     made = executor(layout, InAnyOrder(0, 8))
     before = whole(made, layout)
-    sent = payloads(layout, 0, "bf16")
-    for index in range(4):
-        made.add(Fold(0, index, "a", 0, 1.0, "bf16", sent[0][index]))
-    list(made.do_some(layout))
-    for index in range(4):
-        made.add(Step(0, index, 1.0, 0))
+    has_four_steps_due(made, layout)
     told = 0
     for event in made.do_some(layout):
         assert isinstance(event, events.Stepped)
@@ -229,16 +219,11 @@ def test_each_result_is_in_its_place_when_it_is_told_and_none_behind_it() -> Non
     assert told == 4
 
 
-def test_what_is_done_already_comes_before_an_order_that_changes_the_tensors() -> None:
+def test_finished_steps_precede_an_order_that_changes_tensors() -> None:
     """Buffered gradients are forgotten: those of steps that were done at the same time, as well."""
     layout = a_layout()
     made = executor(layout, InAnyOrder(0, 8), outer="dn", dn_buffer=3)
-    sent = payloads(layout, 0, "bf16")
-    for index in range(4):
-        made.add(Fold(0, index, "a", 0, 1.0, "bf16", sent[0][index]))
-    list(made.do_some(layout))
-    for index in range(4):
-        made.add(Step(0, index, 1.0, 0))
+    has_four_steps_due(made, layout)
     told: list[events.Event] = []
     for event in made.do_some(layout):
         if not told:
@@ -270,11 +255,7 @@ def test_failure_of_a_thread_is_raised_where_the_work_was_asked_for_once_all_are
     assert len(ended) == 6
     assert threads.run([lambda: 1, lambda: 2, lambda: 3, lambda: 4]) == [1, 2, 3, 4]
     threads.close()
-    assert not [each for each in _threads() if each.startswith("diloco-tensors")]
-
-
-def _threads() -> Iterator[str]:
-    return (each.name for each in threading.enumerate())
+    assert not [each for each in threading.enumerate() if each.name.startswith("diloco-tensors")]
 
 
 def test_no_two_threads_write_to_the_same_scratch() -> None:

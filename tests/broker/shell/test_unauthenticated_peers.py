@@ -1,7 +1,5 @@
 """What anybody who reaches the port may send, over real sockets: it costs little, and nothing stays."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -116,16 +114,6 @@ def nothing_stays(before: int) -> None:
     wait_for(lambda: held_bytes() - before < GROWTH_BYTES)
 
 
-def test_message_of_millions_of_empty_frames_is_cut_off(broker: Broker) -> None:
-    before, memory = cpu_s(broker), held_bytes()
-    with contextlib.closing(greeted(broker.address)) as made:
-        with contextlib.suppress(OSError):
-            made.sendall(EMPTY * 3_000_000 + bytes(2))
-        assert is_ended(made)
-    assert cpu_s(broker) - before < CPU_S
-    nothing_stays(memory)
-
-
 def test_message_of_many_empty_frames_is_dropped_and_its_sender_with_it(broker: Broker) -> None:
     with contextlib.closing(greeted(broker.address)) as made:
         # With nothing left to receive the broker is sure who sends the next message.
@@ -206,7 +194,7 @@ def test_texts_of_a_peer_forge_no_line_of_log_or_history(
     assert not any(sign in history for sign in ("\\u202e", "\\u001b", "forged\\r", "\\n"))
 
 
-def test_noise_of_one_who_comes_again_and_again_is_said_once(
+def test_noise_of_a_peer_that_reconnects_is_logged_once(
     broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[Any] = zmq.Context()
@@ -242,7 +230,7 @@ def test_noise_of_one_who_comes_again_and_again_is_said_once(
 
 
 @pytest.mark.slow
-def test_description_of_a_model_of_many_tensors_comes_through(broker: Broker) -> None:
+def test_long_description_passes_the_limits(broker: Broker) -> None:
     model = torch.nn.ParameterDict(
         {f"{number:05}_{'of_a_long_name' * 6}": torch.zeros(1) for number in range(12_000)}
     )
@@ -254,11 +242,11 @@ def test_description_of_a_model_of_many_tensors_comes_through(broker: Broker) ->
 
 @pytest.mark.parametrize("block", [EMPTY * (1 << 15), MIB], ids=["empty", "MiB"])
 def test_message_that_never_ends_is_cut_off(broker: Broker, block: bytes) -> None:
-    memory = held_bytes()
+    before, memory = cpu_s(broker), held_bytes()
     with contextlib.closing(greeted(broker.address)) as made:
         sends_until_ended(made, block)
+    assert cpu_s(broker) - before < CPU_S
     nothing_stays(memory)
-    assert status(broker)["totals"]["rounds"] == 0
 
 
 # Of ZMTP 1 a frame is its length, a byte of flags, and what is in it; the first one is a name.

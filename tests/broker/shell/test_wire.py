@@ -4,8 +4,6 @@ Numbers are compared with a reference written from the formulas; bad input is se
 round is finished after each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -54,28 +52,18 @@ def begins(worker: RawWorker) -> None:
 
 def as_read(delta: Tensor, wire: str) -> Tensor:
     """What the broker makes of a delta that travels so, chunk by chunk."""
-    return delta.to(DTYPES[wire]).float() if wire in DTYPES else as_read_by(delta, wire, 8)
-
-
-def as_read_by(delta: Tensor, wire: str, length: int) -> Tensor:
-    parts = [part.tolist() for part in torch.split(delta, length)]
-    return torch.tensor(
-        [value for part in parts for value in decode(encode(part, wire), wire, len(part))]
-    )
+    if wire in DTYPES:
+        return delta.to(DTYPES[wire]).float()
+    parts = [part.tolist() for part in torch.split(delta, 8)]
+    return torch.tensor([v for part in parts for v in decode(encode(part, wire), wire, len(part))])
 
 
 def reference(
-    theta: Tensor,
-    deltas: list[list[Tensor]],
-    wire: str,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
+    theta: Tensor, deltas: list[list[Tensor]], wire: str, momentum: float, nesterov: bool
 ) -> list[Tensor]:
     """Synchronous DiLoCo in one process: torch.optim.SGD over the mean of what travels."""
     parameter = torch.nn.Parameter(theta.clone())
-    optimizer = torch.optim.SGD([parameter], lr=lr, momentum=momentum, nesterov=nesterov)
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
     history = []
     for of_workers in deltas:
         travelled = [as_read(delta, wire) for delta in of_workers]
@@ -136,7 +124,7 @@ def test_rounds_equal_the_reference(
     options = {"outer_momentum": momentum, "nesterov": nesterov, "wire_dtype": wire}
     with a_broker(workers, **options) as broker:
         histories = play_all(broker, theta, deltas)
-    expected = reference(theta, deltas, wire, lr=0.7, momentum=momentum, nesterov=nesterov)
+    expected = reference(theta, deltas, wire, momentum, nesterov)
     for history in histories:
         assert torch.equal(history[0], theta)
         for got, wanted in zip(history[1:], expected, strict=True):
@@ -147,13 +135,9 @@ def test_rounds_equal_the_reference(
         assert all(torch.equal(a, b) for a, b in zip(histories[0][1:], expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"deterministic": True}, {"quorum": 3}, {"aggregate": "clip-median-norm"}]
-)
+@pytest.mark.parametrize("options", [{}, {"quorum": 3}], ids=str)
 @pytest.mark.parametrize("names", [list(DTYPES), list(QUANTIZED)], ids=["plain", "quantized"])
-def test_workers_may_each_have_their_own_wire_dtype(
-    options: dict[str, Any], names: list[str]
-) -> None:
+def test_workers_may_differ_in_wire_dtype(options: dict[str, Any], names: list[str]) -> None:
     theta, delta = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
     with (
         a_broker(3, outer_lr=1.0, outer_momentum=0.0, **options) as broker,
@@ -169,21 +153,9 @@ def test_workers_may_each_have_their_own_wire_dtype(
         for number, worker in enumerate(workers):
             worker.push(number, delta, worker.worker_id)
         got = [worker.pull(ELEMENTS, after=0) for worker in workers]
-    travelled = [as_read(delta, name) for name in sorted(names)]
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
-    if (
-        "aggregate" in options
-    ):  # rounding makes them differ in length, and the longer ones are clipped
-        norms = torch.stack([part.norm() for part in travelled])
-        factors = (norms.median() / norms).clamp(max=1.0)
-        travelled = [part * factor for part, factor in zip(travelled, factors, strict=True)]
-    wanted = theta - torch.stack(travelled).mean(0)
+    wanted = theta - torch.stack([as_read(delta, name) for name in names]).mean(0)
     torch.testing.assert_close(got[0], wanted, rtol=1e-6, atol=1e-6)
-    if "deterministic" in options:
-        total = travelled[0].clone()
-        for part in travelled[1:]:
-            total.add_(part)
-        assert torch.equal(got[0], theta - total.div_(3)), "folded in the order of worker ids"
 
 
 def finish_a_round(broker: Broker) -> None:
@@ -205,9 +177,7 @@ def finish_a_round(broker: Broker) -> None:
         ([b"x"] * 50, "bad_frames"),
     ],
 )
-def test_garbage_gets_an_error_and_costs_no_run(
-    broker: Broker, frames: list[bytes], code: str
-) -> None:
+def test_garbage_gets_an_error(broker: Broker, frames: list[bytes], code: str) -> None:
     with RawWorker(broker.address, "vandal") as vandal:
         vandal.control.send_multipart(frames)
         assert vandal.receive("error")["code"] == code
@@ -218,41 +188,6 @@ def test_frame_over_the_limit_costs_only_its_sender_the_connection(broker: Broke
     with RawWorker(broker.address, "vandal") as vandal:
         vandal.control.send(bytes(9 << 20))
         finish_a_round(broker)
-
-
-@pytest.mark.parametrize(
-    ("payload", "fields", "code"),
-    [
-        (bytes(8 * 4 + 1), {}, "bad_chunk"),
-        (bytes(8 * 4), {"fragment": 3}, "bad_chunk"),
-        (b"\x00\x00\xc0\x7f" * 8, {}, "non_finite"),
-    ],
-)
-def test_bad_chunk_gets_an_error_and_no_more(
-    payload: bytes, fields: dict[str, int], code: str
-) -> None:
-    with a_broker(3) as broker, RawWorker(broker.address, "vandal") as vandal:
-        begins(vandal)
-        vandal.pull(ELEMENTS)
-        offer: dict[str, Any] = {"push_id": 1, "fragment": 0, "chunks": 7, "wire_dtype": "fp32"}
-        vandal.send("push", session=vandal.session, base=vandal.version, **offer)
-        vandal.receive("grant")
-        vandal.send_chunk(1, 0, payload, fields)
-        error = vandal.receive("error")
-        assert error["code"] == code
-        if code == "non_finite":
-            vandal.send("leave", session=vandal.session)
-            with RawWorker(broker.address, "third") as third:
-                third.join(one_tensor(ELEMENTS))
-                third.pull(ELEMENTS)
-                third.push(3, torch.ones(ELEMENTS))
-                finish_a_round(broker)
-        else:
-            for index in range(7):
-                size = 8 if index < 6 else 2
-                vandal.send_chunk(1, index, bytes(4 * size))
-                vandal.receive("ack")
-            finish_a_round(broker)
 
 
 def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
@@ -269,15 +204,8 @@ def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
         stays.pull(ELEMENTS, after=1)
 
 
-def test_initial_state_dict_is_what_workers_get() -> None:
-    initial = {"weight": torch.arange(ELEMENTS, dtype=torch.float64)}
-    with a_broker(1, initial) as broker, RawWorker(broker.address, "w0") as worker:
-        worker.join(one_tensor(ELEMENTS))
-        assert torch.equal(worker.pull(ELEMENTS), torch.arange(float(ELEMENTS)))
-
-
 @pytest.mark.parametrize("initial", [{}, {"weight": 3}, {"weight": torch.tensor([float("nan")])}])
-def test_initial_that_is_no_state_dict_is_refused(initial: Any) -> None:
+def test_initial_that_is_not_a_state_dict_is_refused(initial: Any) -> None:
     with pytest.raises(UsageError, match=r"initial (holds|has)"):
         a_broker(1, initial)
 
@@ -309,7 +237,7 @@ def test_the_file_of_a_broker_that_was_killed_is_taken_over(tmp_path: Path) -> N
     Sockets(f"ipc://{tmp_path / 'control'}", f"ipc://{tmp_path / 'feed'}").close()
 
 
-def test_mistake_of_ours_costs_one_message_and_not_the_run(
+def test_internal_error_costs_one_message(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     control = machine.OF_ANYBODY[Control]
@@ -341,7 +269,7 @@ def test_stop_tells_the_workers_and_ends_in_time(restarting: bool) -> None:
     assert broker.run_is_over is not restarting
 
 
-def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
+def test_error_that_ends_the_broker_is_told_to_workers_and_raised_by_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its workers train on: the run is not over."""
@@ -386,9 +314,7 @@ def test_broker_listens_where_it_was_told(host: str) -> None:
         assert worker.pull(ELEMENTS).sum() == ELEMENTS
 
 
-def test_loop_rests_only_when_no_heartbeats_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loop_rests_only_when_no_heartbeats_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two thousand wait when it begins; with a rest after each slice of time it would be dozens."""
     rests: list[float] = []
 

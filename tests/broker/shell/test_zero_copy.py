@@ -1,7 +1,5 @@
 """Chunks are sent from where they lie, and their memory is used again: does anybody ever see that?"""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """When a standby vouches for its hub, whom it keeps, and when it takes over."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -105,9 +103,7 @@ def alone(desk: Desk) -> Desk:
     return desk
 
 
-def test_a_nonce_comes_back_unless_it_was_for_an_earlier_incarnation_or_is_of_an_earlier_hub(
-    desk: Desk,
-) -> None:
+def test_nonce_of_an_earlier_incarnation_or_hub_is_not_returned(desk: Desk) -> None:
     assert desk.promises() == [messages.Promise("sb", desk.incarnation, 7)]
     desk.hears_hub(incarnation=desk.incarnation + 1)
     assert not desk.promises()
@@ -130,7 +126,7 @@ def test_workers_are_sent_back_to_a_hub_that_is_heard(desk: Desk) -> None:
     assert (error.code, error.retry) == (Code.STANDBY, True)
 
 
-def test_with_a_majority_it_takes_over(alone: Desk) -> None:
+def test_standby_takes_over_with_a_majority(alone: Desk) -> None:
     alone.votes(11)
     alone.passes(0.1)
     assert not alone.taken_over
@@ -142,7 +138,7 @@ def test_with_a_majority_it_takes_over(alone: Desk) -> None:
     assert not alone.commands  # it says nothing any more
 
 
-def test_not_before_its_last_promise_is_over(desk: Desk) -> None:
+def test_takeover_waits_until_the_last_promise_ends(desk: Desk) -> None:
     desk.passes(L)
     desk.all_vote()
     assert not desk.taken_over
@@ -158,14 +154,14 @@ def test_a_vote_counts_for_as_long_as_a_lease(alone: Desk) -> None:
     assert not alone.taken_over
 
 
-def test_who_is_no_voter_does_not_count(alone: Desk) -> None:
+def test_votes_of_others_than_the_voters_do_not_count(alone: Desk) -> None:
     for voter in (11, 98, 99):
         alone.votes(voter)
     alone.passes(0.1)
     assert not alone.taken_over
 
 
-def test_an_old_nonce_or_one_of_nobody_is_no_vote(alone: Desk) -> None:
+def test_old_or_unknown_nonce_is_not_a_vote(alone: Desk) -> None:
     (asked,) = alone.comes(11)
     alone.comes(12)
     alone.passes(L + 0.1)
@@ -195,7 +191,7 @@ def test_settings_of_the_hub_are_followed_once(desk: Desk) -> None:
         assert found == [settings] * count
 
 
-def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
+def test_worker_that_stays_long_is_sent_to_the_hub(alone: Desk) -> None:
     assert alone.comes(11)
     for _ in range(int(core.STAYS_FOR * L)):
         alone.passes(1.0)
@@ -206,7 +202,7 @@ def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
     assert alone.comes(11)  # and may come again
 
 
-def test_who_joins_in_a_flood_is_asked_no_more_often(alone: Desk) -> None:
+def test_flood_of_joins_is_asked_for_one_vote(alone: Desk) -> None:
     asked = [alone.comes(11) for _ in range(500)]
     assert len(asked[0]) == 1 and not any(asked[1:])
     vote = messages.Vote(b"", 11, asked[0][0].nonce or 0)
@@ -248,12 +244,12 @@ def test_a_planned_takeover_waits_for_the_copy(desk: Desk) -> None:
     assert desk.taken_over == [1]
 
 
-def test_without_a_hub_it_says_what_is_missing(alone: Desk) -> None:
+def test_standby_without_a_hub_says_which_votes_are_missing(alone: Desk) -> None:
     text = alone.asks("promote").text
     assert "2 of its 3 workers" in text and "--force" in text
 
 
-def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
+def test_standby_with_other_options_never_takes_over(desk: Desk) -> None:
     desk.standby.misfit = "--num-fragments is 1."
     for force in (False, True):
         result = desk.asks("promote", force=force)
@@ -272,9 +268,7 @@ def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_a_takeover_that_cannot_be_written_down_is_tried_again(
-    alone: Desk, is_forced: bool
-) -> None:
+def test_takeover_that_cannot_be_recorded_is_retried(alone: Desk, is_forced: bool) -> None:
     if is_forced:
         assert alone.asks("promote", force=True).data == {"is_over": True}
     else:
@@ -287,13 +281,13 @@ def test_a_takeover_that_cannot_be_written_down_is_tried_again(
     assert alone.taken_over == [1]
 
 
-def test_other_actions_are_the_hubs(desk: Desk) -> None:
+def test_standby_refuses_other_actions(desk: Desk) -> None:
     result = desk.asks("kick", worker="a")
     assert not result.ok and "tcp://hub:1" in result.text
     assert desk.asks("status").data["hears_hub"] is True
 
 
-def test_a_hub_that_refuses_it_is_said_once(desk: Desk) -> None:
+def test_refusal_by_the_hub_is_logged_once(desk: Desk) -> None:
     for count in (1, 0):
         desk.does(
             desk.standby.receive_from_hub(

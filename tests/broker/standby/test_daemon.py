@@ -1,7 +1,5 @@
 """A standby beside a hub, with sockets, in threads: keys, its folder, what it is told."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import shutil
@@ -40,24 +38,23 @@ def is_replaced(hub: Broker) -> bool:
         return bool(operator.ask("status").data["standby"]["is_replaced"])
 
 
-@pytest.mark.parametrize("hub", ["8512", "http://hub", "tcp://hub:99999"])
-def test_an_address_that_leads_nowhere_gets_a_sentence(tmp_path: Path, hub: str) -> None:
-    with pytest.raises(UsageError, match="address"):
-        StandbyBroker(config_of(tmp_path / "copy"), hub)
-    assert not (tmp_path / "copy").exists()
-
-
-@pytest.mark.parametrize("option", [{"fresh": True}, {"resume": "none"}])
-def test_a_standby_refuses_options_that_begin_a_run(tmp_path: Path, option: dict[str, Any]) -> None:
-    """At a takeover its broker would not continue from the copy."""
-    with pytest.raises(UsageError, match="hub"):
-        StandbyBroker(config_of(tmp_path / "copy", **option), "tcp://127.0.0.1:9")
-    assert not (tmp_path / "copy").exists()
-
-
-def test_a_standby_needs_the_key_of_an_operator(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("hub", "option", "word"),
+    [
+        *((each, {}, "address") for each in ("8512", "http://hub", "tcp://hub:99999")),
+        # At a takeover its broker would not continue from the copy.
+        *(("tcp://127.0.0.1:9", each, "hub") for each in ({"fresh": True}, {"resume": "none"})),
+    ],
+)
+def test_start_that_leads_nowhere_is_refused(
+    tmp_path: Path, hub: str, option: dict[str, Any], word: str
 ) -> None:
+    with pytest.raises(UsageError, match=word):
+        StandbyBroker(config_of(tmp_path / "copy", **option), hub)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_standby_needs_an_operators_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = KeyFolder.make(tmp_path / "keys")
     keys.add_all([Peer(Role.OPERATOR, "anna"), Peer(Role.WORKER, "gpu-0")])
     shutil.copytree(tmp_path / "keys", tmp_path / "other")
@@ -104,9 +101,7 @@ def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -
                 operator.ask("set", outer_lr=0.7)
 
 
-def test_a_standby_whose_options_do_not_fit_leaves_the_run_to_the_hub(
-    tmp_path: Path,
-) -> None:
+def test_a_standby_whose_options_do_not_fit_leaves_the_run_to_the_hub(tmp_path: Path) -> None:
     model = {f"layers.{n}.weight": torch.zeros(4, 4) for n in range(2)}
     options = {"num_fragments": 2, "sync_every": 10}
     hub = Broker(config_of(tmp_path / "hub", standby=True, recover_wait=0.0, **options), model)
@@ -147,7 +142,9 @@ def test_a_standby_whose_disk_is_full_stays_one_and_tries_again(
     standby.stop()
 
 
-def test_a_mistake_of_ours_ends_no_standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_does_not_end_the_standby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = Broker(config_of(tmp_path / "hub", standby=True))
     standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
     with hub:
@@ -214,9 +211,7 @@ def test_settings_of_the_hub_outlive_the_process_of_its_standby(tmp_path: Path) 
         again.stop()
 
 
-def test_settings_that_do_not_go_with_the_options_of_a_standby_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unfit_settings_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hub = Broker(config_of(tmp_path / "hub", standby=True, workers=3, min_workers=2))
     standby = StandbyBroker(config_of(tmp_path / "copy", mode="async"), hub.address)
     with hub:

@@ -1,7 +1,5 @@
 """A hub's checkpoints, copied over the wire while it runs."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import shutil
@@ -57,34 +55,25 @@ def is_copied(mirror: Mirror, source: Path) -> Path:
     return mirror.newest
 
 
-def test_newest_checkpoint_is_copied_and_then_the_next(hub: Broker, tmp_path: Path) -> None:
+def test_each_checkpoint_is_copied_and_an_unchanged_file_only_linked(
+    hub: Broker, tmp_path: Path
+) -> None:
     folder, there = tmp_path / "hub", tmp_path / "standby"
     (first,) = checkpoint.found(folder)
+    second = first.with_name(first.name.replace("04", "05"))
     with Mirror(hub.address, there) as mirror:
         copy = is_copied(mirror, first)
         assert_equal(checkpoint.load(copy), a_checkpoint())
         came = mirror.bytes_copied
-        second = checkpoint.save(folder, a_checkpoint(5), keep=3)
-        is_copied(mirror, second)
-        assert mirror.bytes_copied > came
-        wait_for(lambda: mirror.problem is None)
-    assert not list(there.glob(".checkpoint-*"))
-
-
-def test_file_that_did_not_change_is_linked_and_comes_once(hub: Broker, tmp_path: Path) -> None:
-    folder, there = tmp_path / "hub", tmp_path / "standby"
-    (first,) = checkpoint.found(folder)
-    second = folder / "checkpoint-0002-000000000005"
-    with Mirror(hub.address, there) as mirror:
-        copy = is_copied(mirror, first)
-        came = mirror.bytes_copied
         shutil.copytree(first, folder / ".new")
         (folder / ".new").rename(second)
         again = is_copied(mirror, second)
-        size = (first / checkpoint.MANIFEST).stat().st_size
-        assert mirror.bytes_copied - came == size
+        assert mirror.bytes_copied - came == (first / checkpoint.MANIFEST).stat().st_size
         name = "fragment-0.safetensors"
         assert (copy / name).stat().st_ino == (again / name).stat().st_ino
+        is_copied(mirror, checkpoint.save(folder, a_checkpoint(6), keep=3))
+        wait_for(lambda: mirror.problem is None)
+    assert not list(there.glob(".checkpoint-*"))
 
 
 def test_copy_that_lost_its_connection_goes_on_where_it_was(
@@ -151,9 +140,7 @@ def test_copies_are_sound_while_the_hub_saves(processes: Processes, tmp_path: Pa
         assert_equal(checkpoint.load(path), written)
 
 
-def test_hub_that_saves_nothing_or_has_no_checkpoint_yet_says_so(
-    tmp_path: Path,
-) -> None:
+def test_hub_that_saves_nothing_or_has_no_checkpoint_yet_says_so(tmp_path: Path) -> None:
     with Broker(options(tmp_path / "hub")) as hub, Mirror(hub.address, tmp_path / "a") as mirror:
         wait_for(lambda: "No checkpoint yet" in (mirror.problem or ""))
     config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
@@ -188,9 +175,7 @@ def test_checkpoint_of_another_run_in_the_folder_is_named(hub: Broker, tmp_path:
         {"checkpoint": "checkpoint-0001-000000000001", "offset": 0},
     ],
 )
-def test_only_files_of_checkpoints_are_read(
-    hub: Broker, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_only_checkpoints_are_read(hub: Broker, tmp_path: Path, arguments: dict[str, Any]) -> None:
     (place,) = checkpoint.found(tmp_path / "hub")
     (tmp_path / "secret").write_text("secret")
     (place / "fragment-8.safetensors").symlink_to(tmp_path / "secret")
@@ -284,7 +269,7 @@ def test_file_that_is_here_does_not_come_again_but_the_manifest_does(tmp_path: P
         {"files": (row("checkpoint.json", b""), row("checkpoint.json", b""))},
     ],
 )
-def test_listing_that_is_no_checkpoint_is_not_believed(changed: dict[str, Any]) -> None:
+def test_listing_of_other_files_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(CopyFailed):
         listing_of(listed(**changed))
 

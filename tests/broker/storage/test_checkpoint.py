@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or not at all, found again, never believed when damaged or hostile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -144,7 +142,7 @@ def test_save_that_fails_half_way_leaves_what_was_there(
     assert_equal(checkpoint.load(old), made)
 
 
-def test_folder_of_a_save_that_was_killed_is_no_checkpoint(tmp_path: Path) -> None:
+def test_folder_of_a_killed_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, a_checkpoint(), keep=1)
     path.rename(tmp_path / f".{path.name}.1234")
     assert checkpoint.found(tmp_path) == []
@@ -216,7 +214,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_checkpoint_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
+def test_impossible_checkpoint_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
     path = a_saved(tmp_path)
     body = checkpoint.read_manifest(path)
     HOSTILE[what](body)
@@ -227,7 +225,7 @@ def test_checkpoint_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, what
 
 
 @pytest.mark.parametrize("name", ["../../../../etc/passwd", "/dev/zero", "checkpoint.json"])
-def test_file_that_is_none_of_a_checkpoint_is_not_opened(tmp_path: Path, name: str) -> None:
+def test_foreign_file_in_a_manifest_is_not_opened(tmp_path: Path, name: str) -> None:
     path = a_saved(tmp_path)
     body = checkpoint.read_manifest(path)
     body["files"][name] = {"bytes": 1, "sha256": ""}
@@ -235,33 +233,35 @@ def test_file_that_is_none_of_a_checkpoint_is_not_opened(tmp_path: Path, name: s
     assert Path(name).name in is_refused(path)
 
 
+def is_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def is_a_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def is_too_long(file: Path) -> None:
+    with open(file, "r+b") as opened:
+        opened.truncate(MOST_JSON_BYTES + 1)  # of no blocks: it takes no room
+
+
+@pytest.mark.parametrize("become", [is_a_pipe, is_a_device, is_too_long])
+@pytest.mark.parametrize("name", [FILE, MANIFEST])
+def test_special_or_huge_file_is_refused(
+    tmp_path: Path, name: str, become: Callable[[Path], None]
+) -> None:
+    path = a_saved(tmp_path)
+    become(path / name)
+    is_refused(path)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 10_000, "{}", "[]", '{"checkpoint": 1}'])
 def test_json_that_is_a_bomb_or_nothing_is_refused(tmp_path: Path, text: str) -> None:
     path = a_saved(tmp_path)
     (path / MANIFEST).write_text(text)
-    is_refused(path)
-
-
-def test_json_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
-    path = a_saved(tmp_path)
-    with open(path / MANIFEST, "r+b") as file:
-        file.truncate(MOST_JSON_BYTES + 1)  # of no blocks: it takes no room
-    assert "bytes" in is_refused(path)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
-@pytest.mark.parametrize("name", [FILE, MANIFEST])
-def test_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    path = a_saved(tmp_path)
-    (path / name).unlink()
-    os.mkfifo(path / name)
-    is_refused(path)
-
-
-def test_link_to_a_device_is_not_read_for_ever(tmp_path: Path) -> None:
-    path = a_saved(tmp_path)
-    (path / FILE).unlink()
-    (path / FILE).symlink_to("/dev/zero")
     is_refused(path)
 
 
@@ -290,7 +290,7 @@ def test_tensors_of_another_kind_are_refused(tmp_path: Path, dtype: str) -> None
     "trouble",
     [MemoryError("no"), OSError(24, "Too many open files"), RuntimeError("not enough memory")],
 )
-def test_trouble_of_the_machine_damages_no_checkpoint(
+def test_error_of_the_machine_is_not_taken_for_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
 ) -> None:
     path = a_saved(tmp_path)

@@ -1,7 +1,5 @@
 """The history of a run: lines that are bounded, survive a crash, and block no round."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -32,9 +30,7 @@ def test_lines_are_stamped_and_in_order(tmp_path: Path) -> None:
     assert read(tmp_path / "run" / ACTIONS)[0]["what"] == "save"
 
 
-def test_history_is_bounded_and_actions_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LONGEST_FILE", 2000)
     writer = HistoryWriter(tmp_path, "abc")
     writer.add({"kind": "start", "mode": "sync", "text": "line -1"})
@@ -75,7 +71,7 @@ def test_folder_that_cannot_be_written_is_counted_and_mended(tmp_path: Path) -> 
     assert [line["text"] for line in read(tmp_path / "run" / HISTORY)] == ["kept"]
 
 
-def test_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_disk_blocks_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LINES_WAITING", 10)
     monkeypatch.setattr(history, "FINISH_WITHIN_S", 0.05)
     hangs = threading.Event()

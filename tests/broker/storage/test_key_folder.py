@@ -1,7 +1,5 @@
 """The folder of keys: what `diloco-broker keygen` makes and says, and whom a broker lets in by it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -45,7 +43,7 @@ def peers(folder: Path) -> set[Peer]:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_nobody_else_may_read_or_write_anything_of_it(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_or_write_the_keys(tmp_path: Path) -> None:
     above = tmp_path / "above"
     assert keygen(above / "keys", "gpu-0")[0] == 0
     found = [above, *above.rglob("*")]
@@ -53,9 +51,7 @@ def test_nobody_else_may_read_or_write_anything_of_it(tmp_path: Path) -> None:
     assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_file()} == {0o600}
 
 
-def test_first_call_prints_a_line_for_each_machine_and_makes_its_files(
-    path: Path,
-) -> None:
+def test_first_call_prints_a_line_for_each_machine_and_makes_its_files(path: Path) -> None:
     _, said = keygen(path, "gpu-0", "gpu-1", "--operator", "anna")
     assert f"serve --keys {shlex.quote(str(path))} --bind tcp://0.0.0.0:8512" in said
     for name in ("gpu-0", "gpu-1"):
@@ -145,7 +141,7 @@ def test_folder_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
         KeyFolder(path)
 
 
-def test_broker_key_that_is_none_is_refused(path: Path) -> None:
+def test_wrong_broker_key_is_refused(path: Path) -> None:
     KeyFolder.make(path)
     file = path / "broker.key"
     plain = json.loads(file.read_text())
@@ -158,7 +154,7 @@ def test_broker_key_that_is_none_is_refused(path: Path) -> None:
             KeyFolder(path)
 
 
-def test_public_half_that_others_may_write_lets_nobody_in(path: Path) -> None:
+def test_public_key_that_others_may_write_is_ignored(path: Path) -> None:
     folder = KeyFolder.make(path)
     folder.add_all([GPU])
     before = folder.fingerprint()
@@ -175,7 +171,7 @@ def test_new_key_is_not_written_where_others_may_write(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.key"))
 
 
-def test_what_is_no_public_key_lets_nobody_in_and_is_named(path: Path) -> None:
+def test_file_that_is_not_a_public_key_is_named_and_ignored(path: Path) -> None:
     folder = KeyFolder.make(path)
     folder.add_all([GPU, Peer(Role.OPERATOR, "anna")])
     workers, operators = path / "allowed" / "worker", path / "allowed" / "operator"

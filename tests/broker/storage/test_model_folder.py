@@ -1,7 +1,5 @@
 """The model as a Hugging Face folder: like the one that was fine-tuned, with the run's values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -48,16 +46,23 @@ def like(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """Of one file."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    values = {"embed.weight": torch.zeros(3, 2), "head.bias": torch.zeros(3)}
+    save_file(values, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize("is_one_file", [True, False])
-def test_files_of_a_former_model_go_others_stay(
-    like: Path, tmp_path: Path, is_one_file: bool
+def test_files_of_a_former_model_go(
+    like: Path, one: Path, tmp_path: Path, is_one_file: bool
 ) -> None:
     """from_pretrained would load model.safetensors of before, or an index of files of before."""
-    one, to = tmp_path / "one", tmp_path / "new"
-    one.mkdir()
-    (one / "config.json").write_text("{}")
-    values = {"embed.weight": torch.zeros(3, 2), "head.bias": torch.zeros(3)}
-    save_file(values, one / "model.safetensors")
+    to = tmp_path / "new"
     before, after = (like, one) if is_one_file else (one, like)
     write_like(a_model(), to, before)
     for name in ("notes.txt", "model-00009-of-00009.safetensors", "other.safetensors"):
@@ -71,14 +76,10 @@ def test_files_of_a_former_model_go_others_stay(
 
 
 def test_pieces_of_a_former_model_stay_where_ours_cannot_be_written(
-    like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    like: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, to = tmp_path / "one", tmp_path / "new"
+    to = tmp_path / "new"
     write_like(a_model(), to, like)
-    one.mkdir()
-    (one / "config.json").write_text("{}")
-    values = {"embed.weight": torch.zeros(3, 2), "head.bias": torch.zeros(3)}
-    save_file(values, one / "model.safetensors")
 
     def disk_is_full(*_: object) -> int:
         raise OSError("no space left")
@@ -137,7 +138,7 @@ def test_folder_of_another_model_is_refused_and_nothing_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_no_hugging_face_folder_is_refused(like: Path, tmp_path: Path) -> None:
+def test_folder_that_is_not_of_hugging_face_is_refused(like: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="same folder"):
         write_like(a_model(), like, like)
     (like / "model-00001-of-00002.safetensors").write_bytes(b"no header")

@@ -1,7 +1,5 @@
 """What an older release has saved is loaded, written again byte for byte, and trained on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

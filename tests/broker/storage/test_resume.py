@@ -1,9 +1,5 @@
 """A broker that is stopped or killed goes on from its checkpoint as if nothing had happened."""
 
-from __future__ import annotations
-
-import shutil
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +10,11 @@ import torch
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load, save
 from diloco_broker.storage.resume import newest_checkpoint
-from diloco_broker.tensors.replica import REPLICA
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.checkpoints import a_checkpoint
-from kit.process_kit import LOCAL, a_free_address, wait_for
+from kit.process_kit import LOCAL
 from kit.reference import State
 from kit.whole_run import mlp
 
@@ -31,6 +26,24 @@ def a_config(folder: Path, **options: Any) -> BrokerConfig:
 def gradients(number: int, like: State) -> State:
     generator = torch.Generator().manual_seed(number)
     return {name: torch.randn(t.shape, generator=generator) for name, t in like.items()}
+
+
+def trained(config: BrokerConfig, rounds: range) -> State:
+    """The parameters after these rounds of one worker; the broker is stopped then."""
+    torch.manual_seed(3)
+    model, pieces = mlp(), config.num_fragments
+    plan = FragmentPlan.of(ModelTensors.of_module(model).manifest, pieces)
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, worker_id="w", timeout=20) as client,
+    ):
+        start = client.join(model).tensors
+        for number in rounds:
+            fragment = number % pieces
+            part = {name: start[name] for name in plan.fragments[fragment]}
+            client.push(gradients(number, part), fragment=fragment)
+            client.pull()
+        return dict(client.pull().tensors)
 
 
 OUTERS: dict[str, dict[str, Any]] = {
@@ -47,31 +60,10 @@ OUTERS: dict[str, dict[str, Any]] = {
 def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     tmp_path: Path, name: str
 ) -> None:
-    torch.manual_seed(3)
-    model = mlp()
-    options = OUTERS[name]
-    pieces = options.get("num_fragments", 1)
-
-    def pushes(broker: Broker, first: int, last: int) -> State:
-        with DiLoCoClient(broker.address, worker_id="w", timeout=20) as client:
-            start = client.join(model)
-            plan = FragmentPlan.of(ModelTensors.of_module(model).manifest, pieces)
-            for number in range(first, last):
-                trained = dict(start.tensors)
-                if pieces == 1:
-                    client.push(gradients(number, trained))
-                else:
-                    fragment = number % pieces
-                    part = {n: trained[n] for n in plan.fragments[fragment]}
-                    client.push(gradients(number, part), fragment=fragment)
-                client.pull()
-            return dict(client.pull().tensors)
-
-    with Broker(a_config(tmp_path / "calm", **options)) as broker:
-        calm = pushes(broker, 0, 8)
+    calm = trained(a_config(tmp_path / "calm", **OUTERS[name]), range(8))
     for first in range(0, 8, 3):
-        with Broker(a_config(tmp_path / "broken", **options)) as broker:
-            broken = pushes(broker, first, min(8, first + 3))
+        rounds = range(first, min(8, first + 3))
+        broken = trained(a_config(tmp_path / "broken", **OUTERS[name]), rounds)
     assert all(torch.equal(calm[key], broken[key]) for key in calm)
     newest = [load(found(tmp_path / each)[0]) for each in ("calm", "broken")]
     assert newest[0].number == newest[1].number == 8
@@ -80,64 +72,15 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     assert newest[0].record.totals["rounds"] == newest[1].record.totals["rounds"] == 8
 
 
-@pytest.mark.parametrize("reply", ["fp32", "int4z"])
-def test_adopting_a_version_loses_what_replies_left_out_and_without_momentum_nothing_else(
-    tmp_path: Path, reply: str
-) -> None:
-    """The copy of the checkpoint that goes on is one round older than what the worker holds."""
-    torch.manual_seed(3)
-    model = mlp()
-    options = {"outer_momentum": 0.0, "recover_wait": 20.0, "reply_dtype": reply}
-
-    def trained(hub: Path, copy: Path | None) -> State:
-        address = a_free_address()
-        with ExitStack() as stack:
-            broker = stack.enter_context(Broker(a_config(hub, bind=address, **options)))
-            client = stack.enter_context(DiLoCoClient(address, worker_id="w", timeout=30))
-            start = client.join(model)
-            for number in range(5):
-                client.push(gradients(number, dict(start.tensors)))
-                client.pull()
-                if copy is not None and number == 1:
-                    wait_for(lambda: _numbers(hub)[-1] == 2)
-                    newest = found(hub)[0]
-                    shutil.copytree(newest, copy / newest.name)
-                if copy is not None and number == 2:
-                    broker.stop()
-                    stack.enter_context(Broker(a_config(copy, bind=address, keep=9, **options)))
-            return dict(client.pull().tensors)
-
-    calm = trained(tmp_path / "calm", None)
-    broken = trained(tmp_path / "hub", tmp_path / "copy")
-    assert all(torch.equal(calm[key], broken[key]) for key in calm) == (reply == "fp32")
-    adopted = load(next(path for path in found(tmp_path / "copy") if path.name.endswith("03")))
-    kept = adopted.tensors[0]
-    for master, replica in zip(kept.chunks, kept.outer.get(REPLICA, kept.chunks), strict=True):
-        assert replica is None or torch.equal(master, replica), "it goes on from what workers hold"
-
-
-def _numbers(folder: Path) -> list[int]:
-    """Rounds before which there is a checkpoint, in ascending order."""
-    return sorted(int(path.name.rsplit("-", 1)[1]) for path in found(folder)) or [-1]
-
-
-def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(5)
-    model = mlp()
-    with Broker(a_config(tmp_path)) as broker, DiLoCoClient(broker.address, timeout=20) as client:
-        start = client.join(model)
-        for number in range(4):
-            client.push(gradients(number, dict(start.tensors)))
-            client.pull()
+def test_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(a_config(tmp_path), range(4))
     newest, before = found(tmp_path)[:2]
     damaged = newest / "fragment-0.safetensors"
     damaged.unlink()  # it may be a link to the file of the one before
     damaged.write_bytes(b"nothing")
     config = a_config(tmp_path, recover_wait=0.2)
     with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as client:
-        client.join(model)
+        client.join(mlp())
         assert client.pull().version.counter == load(before).number
     assert f"Skipped a checkpoint: {newest}" in caplog.text
 
@@ -152,23 +95,12 @@ def test_folder_without_a_sound_checkpoint_stops_the_start_with_a_way_out(tmp_pa
     Broker(a_config(tmp_path, resume="none")).close()
 
 
-def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_buffer_of_other_size_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With N = 3, two gradients are in the buffer; a mean of four would divide them by four."""
-    torch.manual_seed(7)
-    model = mlp()
-    options: dict[str, Any] = {"mode": "async", "outer": "fedbuff"}
 
-    def pushes(first: int, last: int, **more: Any) -> None:
-        with (
-            Broker(a_config(tmp_path, **options, **more)) as broker,
-            DiLoCoClient(broker.address, worker_id="w", timeout=20) as client,
-        ):
-            start = client.join(model)
-            for number in range(first, last):
-                client.push(gradients(number, dict(start.tensors)))
-                client.pull()
+    def pushes(first: int, last: int, dn_buffer: int) -> None:
+        options: dict[str, Any] = {"mode": "async", "outer": "fedbuff", "dn_buffer": dn_buffer}
+        trained(a_config(tmp_path, **options), range(first, last))
 
     pushes(0, 2, dn_buffer=3)
     assert "delayed" in load(found(tmp_path)[0]).tensors[0].outer
@@ -179,13 +111,13 @@ def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
     assert "has 4 now (--dn-buffer)" in caplog.text
     pushes(5, 6, dn_buffer=4)
     collected = load(found(tmp_path)[0]).tensors[0].outer["delayed"]
-    alone = dict(gradients(5, model.state_dict()))
+    alone = gradients(5, mlp().state_dict())
     total = sum(float(t.double().sum()) for t in collected if t is not None)
     assert total == pytest.approx(sum(float(t.double().sum()) for t in alone.values()), rel=1e-4)
 
 
 @pytest.mark.parametrize(("workers", "left"), [(2, ("y",)), (3, ())])
-def test_restart_with_another_number_of_workers_forgets_who_left(
+def test_restart_with_other_workers_forgets_leavers(
     tmp_path: Path, workers: int, left: tuple[str, ...]
 ) -> None:
     save(tmp_path, replace(a_checkpoint(), config={"workers": 2}), keep=1)

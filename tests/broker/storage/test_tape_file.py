@@ -1,7 +1,5 @@
 """The file of a tape: what a broker was told and did, to be replayed elsewhere."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
@@ -114,7 +112,7 @@ def test_what_a_killed_broker_wrote_is_read_up_to_the_cut(tmp_path: Path, cut: i
         (msgpack.packb({NAME: FORMAT + 1, "version": VERSION}), VERSION),
     ],
 )
-def test_what_is_no_tape_is_named(tmp_path: Path, content: bytes, word: str) -> None:
+def test_file_that_is_not_a_tape_is_named(tmp_path: Path, content: bytes, word: str) -> None:
     (tmp_path / "other").write_bytes(content)
     code, text = replayed(tmp_path / "other")
     assert code == 2
@@ -146,7 +144,7 @@ def test_tape_calls_no_class_that_it_names(plain: list[Any]) -> None:
     assert type(made) is dict, "a missing key makes nothing"
 
 
-def test_what_is_shared_is_shared_again() -> None:
+def test_shared_objects_are_shared_in_the_copy() -> None:
     codec, inner = Codec(), [1, 2]
     plain = codec.freeze({"a": inner, "b": (inner, 1 << 70), 3: {4, 5}})
     made = codec.thaw(plain)
@@ -196,7 +194,7 @@ def test_disk_that_is_too_slow_ends_the_tape_and_not_the_run(
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "link"])
-def test_what_is_no_tape_is_not_moved_aside(tmp_path: Path, what: str) -> None:
+def test_file_that_is_not_a_tape_is_not_moved_aside(tmp_path: Path, what: str) -> None:
     path, model = tmp_path / "tape", tmp_path / "model"
     model.write_bytes(b"parameters")
     if what == "folder":

@@ -1,7 +1,5 @@
 """The broker's tensors: means, maxima, outer steps, the model file, and chunks that never change."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
@@ -169,7 +167,7 @@ def norms_of(chunks: Sequence[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("workers", [1, 4, 5])
-def test_none_counts_longer_than_the_median_submission(workers: int) -> None:
+def test_pushes_are_clipped_to_the_median_norm(workers: int) -> None:
     chunks = [torch.randn(19) * (1 + n) for n in range(workers)]
     chunks[0] *= 100
     norms, weights = norms_of(chunks), [1.0 + n for n in range(workers)]
@@ -181,7 +179,7 @@ def test_none_counts_longer_than_the_median_submission(workers: int) -> None:
     np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_submission_without_length_is_not_clipped() -> None:
+def test_push_of_zeros_is_not_clipped() -> None:
     chunks = [torch.zeros(19), torch.ones(19), torch.zeros(19)]
     parts = some_parts(chunks, norm=[0.0, 2.0, 1.0])
     got = reduced(PARAMETERS, parts, "clip-median-norm")
@@ -276,7 +274,7 @@ def test_inspection_finds_what_is_not_finite(index: int, bad: float) -> None:
     assert some_tensors().inspect(0, index, wire(values), "fp32")() is None
 
 
-def test_single_submission_moves_buffers_by_its_share() -> None:
+def test_single_push_moves_buffers_by_its_share() -> None:
     tensors = some_tensors(share=0.25)
     tensors.place(0, BUFFERS, wire(torch.ones(6)))
     parts = [a_part(wire(torch.full((6,), 9.0)))]
@@ -286,9 +284,7 @@ def test_single_submission_moves_buffers_by_its_share() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])  # asynchronously one worker's is 1 as well
 @pytest.mark.parametrize(("is_round", "wanted"), [(True, [4, 4]), (False, [4, 7])])
-def test_integers_of_a_round_replace_and_of_a_single_submission_only_grow(
-    is_round: bool, wanted: list[int], share: float
-) -> None:
+def test_integers_are_replaced_or_grow(is_round: bool, wanted: list[int], share: float) -> None:
     tensors = some_tensors(is_round=is_round, share=share)
     tensors.place(0, INTEGERS, wire(torch.tensor([1, 7]), torch.int64))
     parts = [a_part(wire(torch.tensor(c), torch.int64)) for c in ([4, -9], [3, 4])]

@@ -1,7 +1,5 @@
 """Radial-directional averaging against its formula on whole tensors, in plain torch and fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -122,9 +120,7 @@ def by_formula(name: str, pushes: Sequence[Push], weights: Sequence[float], dtyp
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("chunk_elements", [1, 7, 64])
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_tensors_take_the_mean_length_in_the_mean_direction(
-    fragments: int, chunk_elements: int, dtype: str
-) -> None:
+def test_lengths_and_directions_are_means(fragments: int, chunk_elements: int, dtype: str) -> None:
     run = Run(chunk_elements=chunk_elements, fragments=fragments)
     pushes, weights = some_pushes(3), [1.0, 2.5, 0.25]
     got = run.gradient(pushes, weights, dtype)
@@ -133,7 +129,7 @@ def test_tensors_take_the_mean_length_in_the_mean_direction(
         torch.testing.assert_close(got[name], wanted, rtol=2e-5, atol=2e-5 * float(wanted.norm()))
 
 
-def test_embeddings_and_vectors_have_the_bits_of_the_mean_and_so_has_a_single_push() -> None:
+def test_embeddings_vectors_and_single_pushes_are_plain_means() -> None:
     pushes = some_pushes(3)
     rda, plain = Run().gradient(pushes), Run("mean").gradient(pushes)
     assert {name for name in SHAPES if torch.equal(rda[name], plain[name])} == PLAIN

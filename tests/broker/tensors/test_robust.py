@@ -1,7 +1,5 @@
 """Aggregates that look at each number by itself, against numpy's sort written out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -89,9 +87,7 @@ def test_values_are_put_in_order_as_they_travelled(name: str) -> None:
 
 
 @pytest.mark.parametrize("aggregate", ["trimmed-mean", "coordinate-median"])
-def test_result_is_the_same_in_any_order_and_for_any_weights(
-    aggregate: str,
-) -> None:
+def test_result_is_the_same_in_any_order_and_for_any_weights(aggregate: str) -> None:
     chunks = [torch.randn(LONG) for _ in range(5)]
     forwards = merged(chunks, aggregate)
     parts = [a_part(wire(each), weight=10.0**n) for n, each in enumerate(chunks[::-1])]
@@ -108,7 +104,7 @@ def test_one_enormous_push_moves_nothing_beyond_the_others(aggregate: str, attac
 
 
 @pytest.mark.parametrize("aggregate", ["trimmed-mean", "coordinate-median"])
-def test_buffers_and_counters_of_one_worker_are_left_out_as_well(aggregate: str) -> None:
+def test_outliers_in_buffers_and_counters_are_left_out(aggregate: str) -> None:
     spans = [span.segment.value for span in a_fragment().spans]
     buffers, integers = spans.index("buffers"), spans.index("integers")
     variances = [torch.full((5,), value) for value in (1.1, 1.1, 1.1, 1.1, 1e30)]

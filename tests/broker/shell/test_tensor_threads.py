@@ -153,7 +153,6 @@ def test_order_of_threads_changes_no_bit(
     outer: str, wire: str, reply: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aggregate, "HELD", held)
-    monkeypatch.setattr(aggregate, "PIECE_ELEMENTS", 256)
     layout = a_layout()
     options: dict[str, Any] = {"wire_dtype": wire, "reply_dtype": reply, "outer": outer}
     if outer in ("dn", "fedbuff"):

@@ -27,7 +27,6 @@ from diloco_broker.core.operations.status import LoopFigures
 from diloco_broker.core.tape import Draws
 from diloco_broker.core.versions import checkpoints
 from diloco_broker.shell import relays
-from diloco_broker.shell.chunks_on_the_way import Piece, piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import give_back_freed_memory, memory_bytes, rss_bytes
@@ -47,10 +46,9 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import Choose
-from diloco_protocol.frames import (
-    unpack,
-)
+from diloco_protocol.frames import unpack
 from diloco_protocol.messages import Control, Heartbeat, Message, Notice, Result, encode
+from diloco_protocol.relays import Piece, piece_of
 
 logger = logging.getLogger("diloco.broker")
 VERSION = version("diloco-broker")

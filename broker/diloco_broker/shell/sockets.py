@@ -15,7 +15,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
-from diloco_broker.shell.chunks_on_the_way import Piece
 from diloco_broker.shell.connection_watch import (
     CURVE_ADDS,
     MOST_UNAUTHENTICATED,
@@ -29,6 +28,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import OWN_SOCKET
 from diloco_protocol.errors import UsageError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_BUFFER_BYTES, MAX_FRAMES
+from diloco_protocol.relays import Piece
 from diloco_protocol.roles import Peer
 
 # Milliseconds to send the last messages when closing.

@@ -423,7 +423,7 @@ class Loop:
         assert self._writer is not None
         tensors = self.tensors.of(self.core.state.model.layout)
         checkpoint = writer.checkpoint_of(self.core.state, tensors, save.record, self._incarnation)
-        self._writer.save(checkpoint)
+        self._writer.add(checkpoint)
 
     def read(self, read: effects.ReadCheckpoint) -> None:
         assert self._pieces is not None

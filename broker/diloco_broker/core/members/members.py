@@ -104,9 +104,7 @@ class Figures:
     # push is the last entry.
     norms: dict[int, float] = field(default_factory=dict)
     sent: dict[int, SentUpdate] = field(default_factory=dict)  # by fragment
-    same_as: str | None = (
-        None  # another worker whose last update from the same version was identical
-    )
+    same_as: str | None = None  # a worker whose last update from the same version was identical
     is_known_as_alike: bool = False  # it was warned about already
     staleness: int = 0
     last_round: int | None = None

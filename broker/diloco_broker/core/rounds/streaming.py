@@ -21,7 +21,7 @@ closes while a worker dies keeps the chunks that it delivered. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -361,12 +361,9 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
     is_news = round_.contributions[key].ended is not Ended.VOIDED
     ready = round_.refused(key, work.index)
     if is_news:
-        text = (
-            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} is not finite or cannot be "
-            "read; the rest of the push is void, and the round continues without it."
-        )
         taken = round_.contributions[key].arrived
-        yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
+        then = "the rest of the push is void, and the round continues without it"
+        yield from grants.refuse_values(state, work, then, taken=taken)
     yield from _step(state, round_, ready)
     yield from _let_in(state, round_, work.worker_id)
 
@@ -387,10 +384,6 @@ def commit(state: RunState, member: Member, commit: Commit) -> None:
 
 def tally(state: RunState) -> Tally:
     return _round(state).tally()
-
-
-def missing(state: RunState) -> Set[str]:
-    return _round(state).missing
 
 
 def close(state: RunState) -> Effects:

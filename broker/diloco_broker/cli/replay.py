@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli import failing_in_a_sentence
 from diloco_broker.core.effects import Log, Send
 from diloco_broker.core.state import RunState
 from diloco_broker.core.tape import Step

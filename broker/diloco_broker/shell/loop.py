@@ -289,9 +289,8 @@ class Loop:
             gone, before = self.core.state.members.gone, self._gone_before
             self._gone_before = gone
             if gone > before and not self.core.state.is_running:
-                self._calm_at = (
-                    now + CALM_S
-                )  # the worker that left may have uploaded a part of a model
+                # The worker that left may have uploaded a part of a model.
+                self._calm_at = now + CALM_S
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish()

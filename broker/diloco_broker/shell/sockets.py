@@ -359,9 +359,8 @@ class Sockets:
             )
         try:
             host, _, port = rest.rpartition(":")
-            host = (
-                "127.0.0.1" if host == "localhost" else host
-            )  # ZeroMQ resolves no names to bind to
+            # ZeroMQ resolves no names to bind to.
+            host = "127.0.0.1" if host == "localhost" else host
             made.ipv6 = host.startswith("[")
             is_file = scheme == "ipc"
             made.bind(address if is_file else f"{scheme}://{host}:{'*' if port == '0' else port}")

@@ -73,6 +73,10 @@ class FragmentVersions:
     def version(self) -> VersionId | None:
         return self.current.version if self.current else None
 
+    @property
+    def wires(self) -> tuple[Any, ...]:
+        return self.current.wires if self.current else ()
+
     def at(self, version: VersionId) -> VersionInProgress | WholeVersion:
         """The version in progress, the current one, or an old one with this id, which must exist."""
         for each in (self.in_progress, self.current, *self.old):

@@ -49,7 +49,7 @@ class Background(Generic[Work, Found]):
             thread.start()
             self._thread = thread  # only after a successful start, so that the next call retries
 
-    def finish(self, timeout: float) -> bool:
+    def finish(self, timeout: float | None = None) -> bool:
         """Wait until everything is done, at most `timeout` seconds; returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not len(self), timeout)

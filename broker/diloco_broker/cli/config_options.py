@@ -44,16 +44,7 @@ def parameter(name: str, default: Any, text: str, panel: str | None = None) -> P
 
 
 # Options that most runs need, in the order of `--help`, which lists them first; `serve` adds two.
-MOST_USED = (
-    "workers",
-    "sync_every",
-    "mode",
-    "max_rounds",
-    "save_dir",
-    "fresh",
-    "bind",
-    "keys",
-)
+MOST_USED = ("workers", "sync_every", "mode", "max_rounds", "save_dir", "fresh", "bind", "keys")
 MOST_USED_PANEL = "Most used"
 
 

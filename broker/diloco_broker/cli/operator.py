@@ -305,8 +305,7 @@ def _order(broker: Asked, action: str, wait: float) -> None:
 def promote(
     broker: Asked,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Do not wait: the other broker is down and stays down."),
+        bool, typer.Option("--force", help="Do not wait: the other broker is down and stays down.")
     ] = False,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Timeout of the takeover, seconds.")

@@ -43,19 +43,18 @@ def relay(  # noqa: PLR0917  each is an option of the command
         str | None,
         typer.Option(
             help="Name in displays. Default: host name and port (a random suffix if the system picks "
-            "the port); with --parent-keys the name in that key.",
+            "the port); with --parent-keys the name in that key."
         ),
     ] = None,
     parent_wire_dtype: Annotated[
         str | None,
         typer.Option(
             help="Dtype of the means that it sends to the hub; int4z for a slow link. Default: that of "
-            "the run.",
+            "the run."
         ),
     ] = None,
     parent_keys: Annotated[
-        Path | None,
-        typer.Option(help="File of the relay's key, if the hub requires keys."),
+        Path | None, typer.Option(help="File of the relay's key, if the hub requires keys.")
     ] = None,
     check: Check = False,
     verbose: Verbose = False,

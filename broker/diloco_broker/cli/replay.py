@@ -26,8 +26,7 @@ def replay(
         typer.Option(metavar="ROUND", min=0, help="Round at which to stop. Default: replay all."),
     ] = None,
     story: Annotated[
-        str | None,
-        typer.Option(metavar="WORKER", help="Worker whose events are printed."),
+        str | None, typer.Option(metavar="WORKER", help="Worker whose events are printed.")
     ] = None,
 ) -> None:
     """Replay a tape: feed every event to a broker's core again and compare the effects.

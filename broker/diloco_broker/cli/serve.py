@@ -90,12 +90,7 @@ def serve(  # noqa: PLR0917  each is an option
         ),
     ] = False,
     check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Check the options and exit.",
-            rich_help_panel=RUN.title,
-        ),
+        bool, typer.Option("--check", help="Check the options and exit.", rich_help_panel=RUN.title)
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more.", rich_help_panel=WIRE.title)

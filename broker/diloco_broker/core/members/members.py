@@ -348,12 +348,7 @@ class Membership:
                 member.lanes.clear()
 
     def admit(
-        self,
-        join: messages.Join,
-        session: bytes,
-        route: effects.Route,
-        now: float,
-        run_time: float,
+        self, join: messages.Join, session: bytes, route: effects.Route, now: float, run_time: float
     ) -> Member:
         member = Member(
             join.worker_id,

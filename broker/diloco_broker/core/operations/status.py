@@ -400,12 +400,7 @@ def _relays(state: RunState, now: float) -> tuple[feed.Relay, ...]:
 
 
 def _worker(
-    state: RunState,
-    member: Member,
-    usual: Mapping[int, float | None],
-    now: float,
-    *,
-    health: str,
+    state: RunState, member: Member, usual: Mapping[int, float | None], now: float, *, health: str
 ) -> feed.Worker:
     figures = member.figures
     fragment, norm = next(reversed(figures.norms.items()), (0, None))

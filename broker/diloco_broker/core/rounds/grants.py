@@ -96,11 +96,7 @@ def refuse(
 
 
 def refuse_values(
-    state: RunState,
-    work: effects.Fold | effects.Inspect,
-    then: str,
-    *,
-    taken: Bitmap | None = None,
+    state: RunState, work: effects.Fold | effects.Inspect, then: str, *, taken: Bitmap | None = None
 ) -> effects.Effects:
     """Refuse a push because of the values of a chunk; `then` says what becomes of the push."""
     text = (

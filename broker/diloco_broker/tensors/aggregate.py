@@ -103,12 +103,11 @@ def source_of(span: ChunkSpan, payload: Any, wire: str) -> Source:
 def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | None:
     """Read a chunk of parameters and its sum of squares; None if a value is not finite."""
     fast, chunk = kernels.ready(), source_of(span, payload, wire)
-    squares = fast.squares(chunk) if fast is not None and wire in BLOCKS else None
-    if squares is None:
-        # For bf16 and wider dtypes torch sums squares at memory speed; others are too large for fp32.
-        is_decoded = fast is None or wire not in BLOCKS
-        values = chunk.values() if is_decoded else decode_chunk(span, payload, wire)
-        squares = squares_of(values)
+    squares: float | None
+    if fast is None or wire not in BLOCKS:  # torch sums squares at memory speed
+        squares = squares_of(chunk.values())
+    elif (squares := fast.squares(chunk)) is None:  # beyond the range of fp32, or not finite
+        squares = squares_of(decode_chunk(span, payload, wire))
     return None if squares is None else (chunk, squares)
 
 

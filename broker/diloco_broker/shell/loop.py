@@ -34,7 +34,7 @@ from diloco_broker.shell.receive_queue import ReceiveQueue
 from diloco_broker.shell.relays import RelayLines
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work.executor import TensorExecutor
 from diloco_broker.storage import checkpoint, model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder

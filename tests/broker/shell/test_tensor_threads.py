@@ -21,7 +21,7 @@ from diloco_broker.core.effects import (
     StoreInitial,
     WholePush,
 )
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work.executor import TensorExecutor
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.tensors import aggregate
 from diloco_broker.tensors.outer.make import make_outer

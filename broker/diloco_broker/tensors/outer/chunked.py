@@ -12,7 +12,7 @@ and t = `count` the number of gradients of this fragment before this one. A *bou
                                                theta -= eta ((1 - cN + c) mu m + g/N)
     dn direct  theta -= eta g                  Nesterov step on the mean            see Buffered
     fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
-    sgd        theta -= eta share g            the same
+    sgd        -                               theta -= eta share g: Nesterov with mu = 0
     cgad       -                               Adam step on g, a push with less   arXiv 2605.09126
                                                weight the staler it is
 
@@ -29,7 +29,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from diloco_broker.config.schedule import UNCHANGING, OuterSchedule
+from diloco_broker.config.schedule import OuterSchedule
 from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol import kernels
 
@@ -145,22 +145,6 @@ class Nesterov:
         out = (moved, after, sent)
         is_fine = fast.nesterov(*gradient, theta, before, settings=settings, out=out)
         return (moved, {} if after is None else {MOMENTUM: after}), sent if is_fine else None
-
-
-@dataclass(frozen=True)
-class Sgd:
-    """theta <- theta - eta share g: no momentum; `share` is 1/workers if g is a single push."""
-
-    size: ClassVar[int] = 1
-
-    lr: float
-    share: float = 1.0
-
-    def at(self, schedule: OuterSchedule, count: int) -> Nesterov:
-        return Nesterov(self.lr * schedule.factor(count) * self.share, momentum=0.0)
-
-    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
-        return self.at(UNCHANGING, count).step(theta, gradient, state)
 
 
 @dataclass(frozen=True)

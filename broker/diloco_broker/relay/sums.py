@@ -12,20 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.core.effects import WholePush
 from diloco_broker.relay.core import Term
 from diloco_broker.tensors.aggregate import StagedReducer, add_up, source_of
-from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.fingerprint import fingerprint_of
 from diloco_broker.tensors.memory import empty
 from diloco_protocol.chunks import CHUNK_ELEMENTS, ChunkSpan, Segment
 from diloco_protocol.dtypes import is_quantized
-from diloco_protocol.tensors.codecs import (
-    add_code,
-    decode_chunk,
-    encode_chunk,
-    encode_sum,
-    segment_dtype,
-)
+from diloco_protocol.tensors.codecs import add_code, encode_chunk, encode_sum, segment_dtype
 
 
 class TensorSums:
@@ -46,19 +40,14 @@ class TensorSums:
         self._residuals.clear()
 
     def mean(self, fragment: int, span: ChunkSpan, terms: list[Term], wire_dtype: str) -> Any:
-        match span.segment:
-            case Segment.INTEGERS:
-                largest = decode_chunk(span, terms[0].payload, terms[0].wire_dtype).clone()
-                for each in terms[1:]:
-                    other = decode_chunk(span, each.payload, each.wire_dtype)
-                    torch.maximum(largest, other, out=largest)
-                return encode_chunk(span, largest, wire_dtype)
-            case Segment.BUFFERS:
-                blend = Blend()
-                for each in terms:
-                    values = decode_chunk(span, each.payload, each.wire_dtype)
-                    blend.add(values, each.weight)
-                return encode_chunk(span, blend.whole(), wire_dtype)
+        if span.segment is not Segment.PARAMETERS:
+            parts = [
+                WholePush("", 0, each.weight, 1.0, 0.0, each.wire_dtype, {span.index: each.payload})
+                for each in terms
+            ]
+            found = self._reducer.reduced(span, parts)
+            assert found is not None, "a mean without terms"
+            return encode_chunk(span, found.whole(), wire_dtype)
         weighted = [(source_of(span, t.payload, t.wire_dtype), t.weight) for t in terms]
         divisor = sum(each.weight for each in terms)
         mean = add_up(weighted, divisor, empty(span.elements, torch.float32))

@@ -63,9 +63,7 @@ class RunConfig:
     num_fragments: int = 1  # P
     fragment_sync_delay: int = 0  # tau, inner steps from sending a fragment to merging the reply
     fragment_update_alpha: float = 0.0  # weight of the local parameters in that merge
-    fragment_merge: str = (
-        "alpha"  # as in the paper; or "rebase", which keeps the steps since sending
-    )
+    fragment_merge: str = "alpha"  # as in the paper; or "rebase": keeps the steps since sending
     # Inner steps at which a worker pauses to wait for a late reply; None = tau, and with
     # `fragment_delay_auto` the result of `fragments.longest_delay`.
     fragment_max_delay: int | None = None
@@ -343,9 +341,8 @@ class Lease(Message):
     term: int  # number of takeovers in the run
     nonce: int  # to be returned with a promise
     seconds: float  # validity of the promise
-    voters: tuple[
-        int, ...
-    ] = ()  # voter set from now on, until a nonce is returned; empty: unchanged
+    # Voter set from now on, until a nonce is returned; empty: unchanged.
+    voters: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)  # current settings of operators
     settled: int | None = None  # on hold: number of the checkpoint that has all of the run
     is_over: bool = False  # this hub has stepped down, and releases no versions
@@ -385,9 +382,7 @@ class Attached(Message):
     """The reply to `attach` on the control connection; sent again when one of these values changes."""
 
     token: bytes
-    combines: (
-        bool  # the relay holds chunks of pseudo-gradients for sums; otherwise it forwards them
-    )
+    combines: bool  # the relay holds chunks of pseudo-gradients for sums, or forwards them
     wire_dtype: str  # of parameters in sums
     chunk_elements: int = CHUNK_ELEMENTS
     # Elements of parameters, float buffers and integers in each fragment; empty until the model is

@@ -87,6 +87,13 @@ class Piece(NamedTuple):
     delta_of: VersionId | None
 
 
+def piece_of(message: Message) -> Piece | None:
+    """The chunk of a version that a message contains; None if it contains none."""
+    if not isinstance(message, Chunk) or message.version is None:
+        return None
+    return Piece(message.fragment, message.index, message.version, message.delta_of)
+
+
 class Cache(Generic[V]):
     """The chunks of versions that a relay has, as tracked by both ends; V is the value kept for each.
 
@@ -98,13 +105,15 @@ class Cache(Generic[V]):
         self._pieces: dict[int, dict[int, dict[Piece, V]]] = {}  # by fragment and counter
 
     def get(self, chunk: Chunk) -> V | None:
-        found = _piece(chunk)
+        found = piece_of(chunk)
+        assert found is not None
         of_fragment = self._pieces.get(found.fragment, {})
         return of_fragment.get(found.version.counter, {}).get(found)
 
     def put(self, chunk: Chunk, value: V) -> None:
         """Record that a chunk is sent to the relay with its buffer."""
-        found = _piece(chunk)
+        found = piece_of(chunk)
+        assert found is not None
         counter, fragment = found.version.counter, found.fragment
         newest = self._newest[fragment] = max(self._newest.get(fragment, counter), counter)
         kept = self._pieces.setdefault(fragment, {})
@@ -112,8 +121,3 @@ class Cache(Generic[V]):
             del kept[old]
         if counter >= newest - 1:
             kept.setdefault(counter, {})[found] = value
-
-
-def _piece(chunk: Chunk) -> Piece:
-    assert chunk.version is not None, "not a chunk of a version"
-    return Piece(chunk.fragment, chunk.index, chunk.version, chunk.delta_of)

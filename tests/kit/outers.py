@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diloco_broker.tensors.outer.chunked import Adam, Buffered, DelayedNesterov, Nesterov, Sgd
+from diloco_broker.tensors.outer.chunked import Adam, Buffered, DelayedNesterov, Nesterov
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters, OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
         is_exact=True,
     ),
     "plain": Case(Nesterov(ETA, 0.0), lambda: reference.nesterov(ETA, 0.0)(0), is_exact=True),
-    "sgd": Case(Sgd(ETA, 1 / N), lambda: reference.without_momentum(ETA, N)(0)),
+    "sgd": Case(Nesterov(ETA * (1 / N), 0.0), lambda: reference.without_momentum(ETA, N)(0)),
     "dn": Case(DelayedNesterov(ETA, MU, N), lambda: reference.DelayedNesterov(ETA, MU, N)),
     "dn-c": Case(
         DelayedNesterov(ETA, MU, N, 0.2), lambda: reference.DelayedNesterov(ETA, MU, N, 0.2)

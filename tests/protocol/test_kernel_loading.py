@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diloco_protocol import kernels
-from diloco_protocol.tensors.codecs import ENCODERS
+from diloco_protocol.tensors.codecs import BLOCKS
 from kit.kernel_paths import SWITCH, needs_kernels
 from kit.paths import ROOT
 
@@ -53,7 +53,7 @@ def test_without_a_library_that_loads_torch_does_the_work_and_one_line_says_so(
     with caplog.at_level(logging.INFO, "diloco.kernels"):
         for _ in range(3):
             assert kernels.ready() is None
-            assert ENCODERS["int4"](torch.full((300,), 7.0)).read().tolist() == [7.0] * 300
+            assert BLOCKS["int4"].encode(torch.full((300,), 7.0)).read().tolist() == [7.0] * 300
     (line,) = caplog.messages
     assert "torch" in line
     assert ("compiler" if contents is None else "kernels.so") in line

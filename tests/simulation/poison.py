@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.versions.record import InitialModel
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work.executor import TensorExecutor
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Chunk

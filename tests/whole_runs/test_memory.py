@@ -29,7 +29,7 @@ from diloco_broker.core import state
 from diloco_broker.core.rounds.uploads import UPLOAD_WINDOW_TOTAL
 from diloco_broker.core.story import KEPT, Story
 from diloco_broker.core.versions import fragment
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work.executor import TensorExecutor
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.core_harness import Puppet, a_stage

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from diloco_broker.cli.failures import fail, failing_in_a_sentence
+from diloco_broker.cli import fail, failing_in_a_sentence
+from diloco_broker.cli.config_options import AsJson
 from diloco_protocol.clients import find_keys
 from diloco_protocol.clients.command_line import (
     SERVER_VARIABLE,
@@ -102,9 +103,7 @@ def inspect(
     folder: Annotated[
         Path, typer.Argument(help="Folder of checkpoints, or one checkpoint.")
     ] = RUN_FOLDER,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for programs.")
-    ] = False,
+    as_json: AsJson = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip the checksums of the tensors.")
     ] = False,

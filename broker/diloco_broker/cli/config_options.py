@@ -15,6 +15,11 @@ from diloco_broker.config.declaration import RUN
 from diloco_broker.config.option import option_of
 from diloco_broker.config.presets import PRESETS
 
+# Options of several commands.
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+Check = Annotated[bool, typer.Option("--check", help="Check the options and exit.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Log more.")]
+
 DECLARED = {each.name: option for each in fields(BrokerConfig) if (option := option_of(each)).panel}
 DEFAULTS = {each.name: each.default for each in fields(BrokerConfig)}
 _TYPES = get_type_hints(BrokerConfig)
@@ -39,16 +44,7 @@ def parameter(name: str, default: Any, text: str, panel: str | None = None) -> P
 
 
 # Options that most runs need, in the order of `--help`, which lists them first; `serve` adds two.
-MOST_USED = (
-    "workers",
-    "sync_every",
-    "mode",
-    "max_rounds",
-    "save_dir",
-    "fresh",
-    "bind",
-    "keys",
-)
+MOST_USED = ("workers", "sync_every", "mode", "max_rounds", "save_dir", "fresh", "bind", "keys")
 MOST_USED_PANEL = "Most used"
 
 

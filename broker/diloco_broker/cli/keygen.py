@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_broker.cli.failures import fail, failing_in_a_sentence
+from diloco_broker.cli import fail, failing_in_a_sentence
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import UsageError

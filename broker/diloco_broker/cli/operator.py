@@ -19,8 +19,8 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from diloco_broker.cli.config_options import DECLARED, as_number, parameter
-from diloco_broker.cli.failures import fail
+from diloco_broker.cli import fail
+from diloco_broker.cli.config_options import DECLARED, AsJson, as_number, parameter
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config.broker_config import SETTINGS
 from diloco_protocol.clients import Operator, find_keys
@@ -44,7 +44,6 @@ ASK_AGAIN_S = 0.5
 # Settings that end the run.
 ENDS = {"max_rounds", "token_budget", "max_time"}
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 Timeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="Timeout of the broker's reply, seconds.")
 ]
@@ -306,8 +305,7 @@ def _order(broker: Asked, action: str, wait: float) -> None:
 def promote(
     broker: Asked,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Do not wait: the other broker is down and stays down."),
+        bool, typer.Option("--force", help="Do not wait: the other broker is down and stays down.")
     ] = False,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Timeout of the takeover, seconds.")

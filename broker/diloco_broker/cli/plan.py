@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, parameter
-from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli import failing_in_a_sentence
+from diloco_broker.cli.config_options import DEFAULTS, AsJson, parameter
 from diloco_broker.cli.plan_report import Planned, as_json, as_text
 from diloco_broker.storage.model_header import read_header
 from diloco_broker.storage.own_plan import read_split
@@ -81,9 +81,7 @@ def plan(  # noqa: PLR0917  each is an option
     parameters: Annotated[
         bool, typer.Option("--parameters", help="List every parameter, not only the layers.")
     ] = False,
-    as_json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for programs.")
-    ] = False,
+    as_json_: AsJson = False,
     keys: KeyFile = None,
     **options: Any,
 ) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, as_declared
-from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli import failing_in_a_sentence
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, Check, Verbose, as_declared
 from diloco_broker.cli.serve import keys_of, log_to_stderr, prepare
 from diloco_protocol.clients.command_line import (
     SERVER_VARIABLE,
@@ -43,25 +43,21 @@ def relay(  # noqa: PLR0917  each is an option of the command
         str | None,
         typer.Option(
             help="Name in displays. Default: host name and port (a random suffix if the system picks "
-            "the port); with --parent-keys the name in that key.",
+            "the port); with --parent-keys the name in that key."
         ),
     ] = None,
     parent_wire_dtype: Annotated[
         str | None,
         typer.Option(
             help="Dtype of the means that it sends to the hub; int4z for a slow link. Default: that of "
-            "the run.",
+            "the run."
         ),
     ] = None,
     parent_keys: Annotated[
-        Path | None,
-        typer.Option(help="File of the relay's key, if the hub requires keys."),
+        Path | None, typer.Option(help="File of the relay's key, if the hub requires keys.")
     ] = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Check the options and exit."),
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    check: Check = False,
+    verbose: Verbose = False,
     **options: Any,
 ) -> None:
     """Connect the workers of a site to their hub, and send it one mean for all of them.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli import failing_in_a_sentence
 from diloco_broker.core.effects import Log, Send
 from diloco_broker.core.state import RunState
 from diloco_broker.core.tape import Step
@@ -26,8 +26,7 @@ def replay(
         typer.Option(metavar="ROUND", min=0, help="Round at which to stop. Default: replay all."),
     ] = None,
     story: Annotated[
-        str | None,
-        typer.Option(metavar="WORKER", help="Worker whose events are printed."),
+        str | None, typer.Option(metavar="WORKER", help="Worker whose events are printed.")
     ] = None,
 ) -> None:
     """Replay a tape: feed every event to a broker's core again and compare the effects.

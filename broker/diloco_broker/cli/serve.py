@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco_broker.cli import failing_in_a_sentence
 from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared, as_number
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
-from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
 from diloco_protocol.clients.address_file import write_address
 from diloco_protocol.clients.command_line import with_options
@@ -90,12 +90,7 @@ def serve(  # noqa: PLR0917  each is an option
         ),
     ] = False,
     check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Check the options and exit.",
-            rich_help_panel=RUN.title,
-        ),
+        bool, typer.Option("--check", help="Check the options and exit.", rich_help_panel=RUN.title)
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more.", rich_help_panel=WIRE.title)
@@ -236,8 +231,11 @@ def log_to_stderr(verbose: bool) -> None:
 
 def prepare(broker: Service) -> None:
     """Prepare this process for serving, and print the addresses."""
-    from diloco_broker.shell.open_files import allow_connections
-    from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
+    from diloco_broker.shell.process_memory import (
+        allow_connections,
+        keep_freed_memory,
+        keep_what_is_there,
+    )
 
     allow_connections(broker.config.max_workers)
     keep_freed_memory()

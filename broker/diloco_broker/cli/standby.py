@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
-from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli import failing_in_a_sentence
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, Check, Verbose, all_declared
 from diloco_broker.cli.serve import RUN_IS_OVER, config_of, keys_of, log_to_stderr, prepare
 from diloco_protocol.clients.command_line import (
     SERVER_VARIABLE,
@@ -45,11 +45,8 @@ def standby(
         Path | None,
         typer.Option(help="File of an operator's key for the hub, if the hub requires keys."),
     ] = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Check the options and exit."),
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    check: Check = False,
+    verbose: Verbose = False,
     **options: Any,
 ) -> None:
     """Follow a hub, copy its checkpoints, and become the run's broker when the hub fails.

@@ -30,15 +30,7 @@ _ONLY_ASYNC = {
     "staging_slots": "rounds have no slots",
     "staging_deadline": "rounds have no slots",
 }
-_ONLY_ROUNDS = (
-    "min_workers",
-    "quorum",
-    "deterministic",
-    "aggregate",
-    "trim",
-    "weight_by",
-    "late",
-)
+_ONLY_ROUNDS = ("min_workers", "quorum", "deterministic", "aggregate", "trim", "weight_by", "late")
 _ONLY_QUORUM = ("grace", "late")
 # Settings that an operator may change during the run, with their names in messages.
 SETTINGS = {

@@ -299,9 +299,7 @@ class Options:
         "times mean direction of each tensor).",
     )
     trim: float = REDUCING.option(
-        0.2,
-        BELOW_HALF,
-        "Share of workers that trimmed-mean leaves out at each end, rounded up.",
+        0.2, BELOW_HALF, "Share of workers that trimmed-mean leaves out at each end, rounded up."
     )
     max_delta_norm: float | str | None = REDUCING.option(
         None,

@@ -13,13 +13,7 @@ from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import one_of, refusal
 from diloco_broker.config.schedule import CONSTANT
 
-_DEFAULTS = (
-    "outer_lr",
-    "outer_momentum",
-    "outer_lr_schedule",
-    "outer_momentum_warmup",
-    "nesterov",
-)
+_DEFAULTS = ("outer_lr", "outer_momentum", "outer_lr_schedule", "outer_momentum_warmup", "nesterov")
 PRESETS: dict[str, dict[str, Any]] = {
     "diloco": {name: getattr(Options, name) for name in _DEFAULTS},
     # An average without memory. Published LoRA runs of 27B with 43 rounds lose 9.9% with Nesterov .7/.9

@@ -28,12 +28,7 @@ from diloco_broker.core.members import (
 )
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.run_model import RunModel
-from diloco_broker.core.operations import (
-    commands,
-    ending,
-    holding,
-    refusals,
-)
+from diloco_broker.core.operations import commands, ending, holding, refusals
 from diloco_broker.core.relays import combining, link
 from diloco_broker.core.rounds import pushes, sequence
 from diloco_broker.core.rounds.grace import NO_OVERLAP

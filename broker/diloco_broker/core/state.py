@@ -227,9 +227,8 @@ class RunState:
     """The complete state of the broker, except tensors."""
 
     config: BrokerConfig
-    draw: Callable[
-        [], int
-    ]  # returns an unpredictable number below 2**64 (tokens, tags, the run's name)
+    # Returns an unpredictable number below 2**64 (tokens, tags, the run's name).
+    draw: Callable[[], int]
     started_at: float
     epoch: str  # this incarnation of the broker, 16 hexadecimal digits
     model: RunModel

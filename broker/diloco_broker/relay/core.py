@@ -347,12 +347,7 @@ class Relay:
     # The site.
 
     def receive(
-        self,
-        route: Route,
-        via: Via | None,
-        message: Message,
-        payload: Any,
-        peer: str | None = None,
+        self, route: Route, via: Via | None, message: Message, payload: Any, peer: str | None = None
     ) -> Commands:
         """Handle a message of the site: a worker's own, or with `via` one that a relay forwards."""
         if self.terms is None:

@@ -23,7 +23,6 @@ from diloco_broker.core.members import permissions
 from diloco_broker.relay import core
 from diloco_broker.relay.sums import TensorSums
 from diloco_broker.shell.broker import ITS_PROGRAM, Service
-from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.process_memory import give_back_freed_memory
 from diloco_broker.shell.receive_queue import ReceiveQueue
 from diloco_broker.shell.sockets import ANSWERS_KEPT_FOR_RELAYS, Incoming, Sockets
@@ -35,14 +34,8 @@ from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import SPARSE_KEPT, check_wire_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_HEADER_BYTES, pack, unpack
-from diloco_protocol.messages import (
-    LONGEST_WORKER_ID,
-    Error,
-    Message,
-    Via,
-    is_worker_id,
-)
-from diloco_protocol.relays import read, unwrap, wrapped
+from diloco_protocol.messages import LONGEST_WORKER_ID, Error, Message, Via, is_worker_id
+from diloco_protocol.relays import piece_of, read, unwrap, wrapped
 from diloco_protocol.roles import Peer, Role
 from diloco_worker.transport.broker_address import BrokerAddress, Given
 from diloco_worker.transport.connections import NOW, Connections

@@ -12,24 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.core.effects import WholePush
 from diloco_broker.relay.core import Term
-from diloco_broker.tensors.aggregate import PIECE_ELEMENTS, Gradient, StagedReducer
-from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.aggregate import StagedReducer, add_up, source_of
 from diloco_broker.tensors.fingerprint import fingerprint_of
 from diloco_broker.tensors.memory import empty
-from diloco_broker.tensors.piece import Scratch
-from diloco_protocol import kernels
 from diloco_protocol.chunks import CHUNK_ELEMENTS, ChunkSpan, Segment
 from diloco_protocol.dtypes import is_quantized
-from diloco_protocol.kernels import Source
-from diloco_protocol.tensors.codecs import (
-    BLOCKS,
-    add_code,
-    decode_chunk,
-    encode_chunk,
-    encode_sum,
-    segment_dtype,
-)
+from diloco_protocol.tensors.codecs import add_code, encode_chunk, encode_sum, segment_dtype
 
 
 class TensorSums:
@@ -37,7 +27,6 @@ class TensorSums:
 
     def __init__(self) -> None:
         self._reducer = StagedReducer("mean", CHUNK_ELEMENTS)
-        self._scratch = Scratch(2, PIECE_ELEMENTS)
         self._residuals: dict[tuple[int, int], Tensor] = {}  # by fragment and index, fp32
 
     def inspect(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
@@ -51,22 +40,17 @@ class TensorSums:
         self._residuals.clear()
 
     def mean(self, fragment: int, span: ChunkSpan, terms: list[Term], wire_dtype: str) -> Any:
-        match span.segment:
-            case Segment.INTEGERS:
-                largest = decode_chunk(span, terms[0].payload, terms[0].wire_dtype).clone()
-                for each in terms[1:]:
-                    other = decode_chunk(span, each.payload, each.wire_dtype)
-                    torch.maximum(largest, other, out=largest)
-                return encode_chunk(span, largest, wire_dtype)
-            case Segment.BUFFERS:
-                blend = Blend()
-                for each in terms:
-                    values = decode_chunk(span, each.payload, each.wire_dtype)
-                    blend.add(values, each.weight)
-                return encode_chunk(span, blend.whole(), wire_dtype)
-        weighted = [(_source(span, each), each.weight) for each in terms]
+        if span.segment is not Segment.PARAMETERS:
+            parts = [
+                WholePush("", 0, each.weight, 1.0, 0.0, each.wire_dtype, {span.index: each.payload})
+                for each in terms
+            ]
+            found = self._reducer.reduced(span, parts)
+            assert found is not None, "a mean without terms"
+            return encode_chunk(span, found.whole(), wire_dtype)
+        weighted = [(source_of(span, t.payload, t.wire_dtype), t.weight) for t in terms]
         divisor = sum(each.weight for each in terms)
-        mean = Gradient(None, weighted, divisor, self._scratch).whole()
+        mean = add_up(weighted, divisor, empty(span.elements, torch.float32))
         if not is_quantized(wire_dtype):
             return encode_chunk(span, mean.to(segment_dtype(span.segment, wire_dtype)), wire_dtype)
         return self._quantized((fragment, span.index), span, mean, wire_dtype)
@@ -83,11 +67,3 @@ class TensorSums:
         add_code(wire_dtype, code, mean, left, other=residual, sign=-1.0)
         self._residuals[key] = left
         return code
-
-
-def _source(span: ChunkSpan, term: Term) -> Source:
-    """A chunk of parameters that was found finite."""
-    if kernels.ready() is not None and term.wire_dtype in BLOCKS:
-        return BLOCKS[term.wire_dtype].source(term.payload, span.elements)
-    room = empty(span.elements, torch.float32) if is_quantized(term.wire_dtype) else None
-    return Source.of(decode_chunk(span, term.payload, term.wire_dtype, room))

@@ -10,33 +10,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
-from diloco_protocol.messages import Chunk, Message
+from diloco_protocol.relays import Piece
 
 # Bytes of released versions that readers without a membership may keep alive: the credit of one reader.
 UNAUTHENTICATED_MAY_KEEP = 32 << 20
-
-
-class Piece(NamedTuple):
-    """A buffer in memory: chunk `number` of version `counter` of a fragment.
-
-    `held` is the version that it is a difference from; None for a full chunk.
-    """
-
-    fragment: int
-    number: int
-    counter: int
-    held: int | None = None
-
-
-def piece_of(message: Message) -> Piece | None:
-    """The chunk of parameters in an outgoing message; None if it contains none."""
-    if not isinstance(message, Chunk) or message.version is None:
-        return None
-    held = None if message.delta_of is None else message.delta_of.counter
-    return Piece(message.fragment, message.index, message.version.counter, held)
 
 
 @dataclass
@@ -76,7 +56,7 @@ class ChunksOnTheWay:
         return {
             each.piece: each.end - each.begin
             for each in self._sent
-            if each.piece.counter < newest[each.piece.fragment] - OLD_VERSIONS_KEPT
+            if each.piece.version.counter < newest[each.piece.fragment] - OLD_VERSIONS_KEPT
         }
 
     @property

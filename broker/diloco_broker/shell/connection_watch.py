@@ -27,9 +27,10 @@ from diloco_broker.core.versions.readers import (
     MAX_READER_CREDIT,
     WORKER_GOES_ON_WITHIN_S,
 )
-from diloco_broker.shell.chunks_on_the_way import ChunksOnTheWay, Piece, end_keepers_of_old
+from diloco_broker.shell.chunks_on_the_way import ChunksOnTheWay, end_keepers_of_old
 from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_UNAUTHENTICATED, MAX_BUFFER_BYTES
+from diloco_protocol.relays import Piece
 from diloco_protocol.roles import Peer
 
 # Bytes reserved for the handshake of ZeroMQ.
@@ -266,7 +267,8 @@ class ConnectionWatch:
 
     def sent_chunk(self, connection: Connection, size: int, piece: Piece) -> None:
         """A chunk was handed to ZeroMQ: `size` bytes with its header."""
-        self._newest[piece.fragment] = max(self._newest.get(piece.fragment, 0), piece.counter)
+        newest = max(self._newest.get(piece.fragment, 0), piece.version.counter)
+        self._newest[piece.fragment] = newest
         connection.chunks.add(connection.sent, connection.sent + size, piece)
         connection.sent += size
 

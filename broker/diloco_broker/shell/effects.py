@@ -129,22 +129,16 @@ class Executor:
         self._pending += events
         while self._pending:
             event = self._pending.popleft()
-            now, tape = self._clock(), self._tape
-            handled = (
-                self._core.handle(event, now) if tape is None else self._taped(event, now, tape)
-            )
-            for effect in handled:
+            now = self._clock()
+            asked_for: list[Effect] | None = None
+            try:
+                asked_for = self._core.handle(event, now)
+            finally:
+                if self._tape is not None:
+                    self._tape.note(event, now, asked_for)
+            for effect in asked_for:
                 self._carry_out(effect)
             self._ports.handled(event)
-
-    def _taped(self, event: Event, now: Now, tape: Noted) -> list[Effect]:
-        try:
-            asked_for = self._core.handle(event, now)
-        except Exception:
-            tape.note(event, now, None)
-            raise
-        tape.note(event, now, asked_for)
-        return asked_for
 
     @property
     def unacknowledged(self) -> int:

@@ -27,7 +27,6 @@ from diloco_broker.core.operations.status import LoopFigures
 from diloco_broker.core.tape import Draws
 from diloco_broker.core.versions import checkpoints
 from diloco_broker.shell import relays
-from diloco_broker.shell.chunks_on_the_way import Piece, piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import give_back_freed_memory, memory_bytes, rss_bytes
@@ -35,7 +34,7 @@ from diloco_broker.shell.receive_queue import ReceiveQueue
 from diloco_broker.shell.relays import RelayLines
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work.executor import TensorExecutor
 from diloco_broker.storage import checkpoint, model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
@@ -47,10 +46,9 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import Choose
-from diloco_protocol.frames import (
-    unpack,
-)
+from diloco_protocol.frames import unpack
 from diloco_protocol.messages import Control, Heartbeat, Message, Notice, Result, encode
+from diloco_protocol.relays import Piece, piece_of
 
 logger = logging.getLogger("diloco.broker")
 VERSION = version("diloco-broker")
@@ -291,9 +289,8 @@ class Loop:
             gone, before = self.core.state.members.gone, self._gone_before
             self._gone_before = gone
             if gone > before and not self.core.state.is_running:
-                self._calm_at = (
-                    now + CALM_S
-                )  # the worker that left may have uploaded a part of a model
+                # The worker that left may have uploaded a part of a model.
+                self._calm_at = now + CALM_S
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish()
@@ -425,7 +422,7 @@ class Loop:
         assert self._writer is not None
         tensors = self.tensors.of(self.core.state.model.layout)
         checkpoint = writer.checkpoint_of(self.core.state, tensors, save.record, self._incarnation)
-        self._writer.save(checkpoint)
+        self._writer.add(checkpoint)
 
     def read(self, read: effects.ReadCheckpoint) -> None:
         assert self._pieces is not None

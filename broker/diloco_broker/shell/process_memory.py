@@ -1,4 +1,4 @@
-"""Measures the memory of a serving process, and tunes its allocator to reuse freed memory.
+"""The memory and the open files of a serving process: what it has, and how it asks for more.
 
 glibc maps each large buffer separately and unmaps it when it is freed, so each chunk of each round costs
 the kernel a zeroed page for every 4 KiB: for a chunk of 2 MiB more than adding or stepping it. With the
@@ -18,12 +18,33 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from diloco_broker.shell.connection_watch import MOST_UNAUTHENTICATED
+
 # Parameters of <malloc.h>, and their values in bytes. glibc allows at most 32 MiB (HEAP_MAX_SIZE / 2 on
 # 64 bits) for the first.
 M_MMAP_THRESHOLD, MOST_FROM_HEAP = -3, 32 << 20
 M_TRIM_THRESHOLD, NEVER = -1, (1 << 31) - 1
+# Open files besides connections: files, sockets, those of libraries.
+OTHERS = 256
+# Processes per worker for which connections are reserved: a machine usually has 8 accelerators.
+PROCESSES = 8
 # Bytes that are returned to the system in one call: 0.13 ms per MiB, so 17 ms.
 A_MOMENT_BYTES = 128 << 20
+
+
+def allow_connections(workers: int) -> int:
+    """Raise the limit of open files for this many workers, and for peers that have not joined.
+
+    A worker has one control connection and one per process, and twice as many while it reconnects.
+    Returns the new limit, which is lower if the system's hard limit is.
+    """
+    wanted = MOST_UNAUTHENTICATED + 2 * (1 + PROCESSES) * workers + OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # the system has another, lower limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def keep_freed_memory() -> bool:

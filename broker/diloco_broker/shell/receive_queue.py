@@ -25,53 +25,6 @@ ROOM_BYTES = 48 << 20
 A_MESSAGE = 1 << 10
 
 
-class Unauthenticated:
-    """Waiting messages of unauthenticated peers, and their share. Times are of a monotonic clock."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Incoming] = deque()
-        self._bytes: Counter[bytes] = Counter()  # queued bytes by route
-        self._saved_s = SAVED_AT_MOST_S
-        self._saved_at = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def has_time(self, now: float) -> bool:
-        """Whether part of their time share is left."""
-        earned_s = max(0.0, now - self._saved_at) * SHARE
-        self._saved_s = min(SAVED_AT_MOST_S, self._saved_s + earned_s)
-        self._saved_at = now
-        return self._saved_s > 0.0
-
-    def spend(self, seconds: float) -> None:
-        self._saved_s -= seconds
-
-    def comes_later(self, message: Incoming, now: float) -> bool:
-        """Whether this message must be queued; messages of one connection stay in order."""
-        if not message.is_unauthenticated:  # its peer joined after it sent the queued ones
-            return message.route in self._bytes
-        return bool(self._waiting) or not self.has_time(now)
-
-    def put_off(self, message: Incoming) -> bytes | None:
-        """Queue it. Returns the route to disconnect if the queue is full: that with the most bytes."""
-        self._waiting.append(message)
-        self._bytes[message.route] += _size(message)
-        if len(self._waiting) <= ROOM and self._bytes.total() <= ROOM_BYTES:
-            return None
-        ((loudest, _),) = self._bytes.most_common(1)
-        self._waiting = deque(each for each in self._waiting if each.route != loudest)
-        del self._bytes[loudest]
-        return loudest
-
-    def next(self) -> Incoming:
-        message = self._waiting.popleft()
-        self._bytes[message.route] -= _size(message)
-        if not self._bytes[message.route]:
-            del self._bytes[message.route]
-        return message
-
-
 class ReceiveQueue:
     """Delivers messages in turn.
 
@@ -91,45 +44,66 @@ class ReceiveQueue:
         least_s: float = 0.0,
     ) -> None:
         self._knows, self._take, self._end, self._least_s = knows, take, end, least_s
-        self._unauthenticated = Unauthenticated()
+        self._waiting: deque[Incoming] = deque()  # messages of unauthenticated peers
+        self._bytes: Counter[bytes] = Counter()  # of them, by route
+        self._saved_s = SAVED_AT_MOST_S  # what is left of their share of the time
+        self._saved_at = 0.0
 
     def __bool__(self) -> bool:
         """Whether messages wait."""
-        return bool(self._unauthenticated)
+        return bool(self._waiting)
 
     def deliver(self, incoming: Incoming, now: float) -> None:
-        """Handle a message now or later."""
+        """Handle a message now or later. Messages of one connection stay in order."""
         if incoming.is_left_behind and not self._knows(incoming.route):
             return  # the last message of a member counts; of others there may be thousands
-        if not (incoming.is_unauthenticated or self._unauthenticated):
-            self._take(incoming)
-        elif self._unauthenticated.comes_later(incoming, now):
-            longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
-            if longest > LONGEST_UNAUTHENTICATED and not self._knows(incoming.route):
-                self._end(
-                    incoming.route, "a message too long to wait, of a peer that had not joined"
-                )
-                return
-            loudest = self._unauthenticated.put_off(incoming)
-            if loudest is not None:
-                self._end(loudest, "too many messages of a peer that had not joined")
-        elif incoming.is_unauthenticated:
-            self._take_timed(incoming)
+        if not incoming.is_unauthenticated:
+            if incoming.route in self._bytes:  # its peer joined after it sent the waiting ones
+                self._put_off(incoming)
+            else:
+                self._take(incoming)
+        elif self._waiting or not self._has_time(now):
+            self._put_off(incoming)
         else:
-            self._take(incoming)
+            self._take_timed(incoming)
+
+    def _put_off(self, incoming: Incoming) -> None:
+        """Let a message wait. If the queue is full, disconnect the peer with the most bytes in it."""
+        longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
+        if longest > LONGEST_UNAUTHENTICATED and not self._knows(incoming.route):
+            self._end(incoming.route, "a message too long to wait, of a peer that had not joined")
+            return
+        self._waiting.append(incoming)
+        self._bytes[incoming.route] += _size(incoming)
+        if len(self._waiting) > ROOM or self._bytes.total() > ROOM_BYTES:
+            ((loudest, _),) = self._bytes.most_common(1)
+            self._waiting = deque(each for each in self._waiting if each.route != loudest)
+            del self._bytes[loudest]
+            self._end(loudest, "too many messages of a peer that had not joined")
 
     def catch_up(self, clock: Callable[[], float], seconds: float, *, is_idle: bool) -> None:
         """Handle waiting messages for `seconds` at most, within their share unless the loop is idle."""
         until = time.perf_counter() + seconds
-        while self._unauthenticated and (is_idle or self._unauthenticated.has_time(clock())):
-            self._take_timed(self._unauthenticated.next())
+        while self._waiting and (is_idle or self._has_time(clock())):
+            incoming = self._waiting.popleft()
+            self._bytes[incoming.route] -= _size(incoming)
+            if not self._bytes[incoming.route]:
+                del self._bytes[incoming.route]
+            self._take_timed(incoming)
             if time.perf_counter() > until:
                 return
+
+    def _has_time(self, now: float) -> bool:
+        """Whether part of the share of unauthenticated peers is left (monotonic clock)."""
+        earned_s = max(0.0, now - self._saved_at) * SHARE
+        self._saved_s = min(SAVED_AT_MOST_S, self._saved_s + earned_s)
+        self._saved_at = now
+        return self._saved_s > 0.0
 
     def _take_timed(self, incoming: Incoming) -> None:
         began = time.thread_time()
         self._take(incoming)
-        self._unauthenticated.spend(max(self._least_s, time.thread_time() - began))
+        self._saved_s -= max(self._least_s, time.thread_time() - began)
 
     def longest_header(self, route: bytes, frames: Sequence[Any]) -> int:
         """The longest header that this connection may send, in bytes."""

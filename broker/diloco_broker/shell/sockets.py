@@ -15,7 +15,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
-from diloco_broker.shell.chunks_on_the_way import Piece
 from diloco_broker.shell.connection_watch import (
     CURVE_ADDS,
     MOST_UNAUTHENTICATED,
@@ -29,6 +28,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import OWN_SOCKET
 from diloco_protocol.errors import UsageError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_BUFFER_BYTES, MAX_FRAMES
+from diloco_protocol.relays import Piece
 from diloco_protocol.roles import Peer
 
 # Milliseconds to send the last messages when closing.
@@ -359,9 +359,8 @@ class Sockets:
             )
         try:
             host, _, port = rest.rpartition(":")
-            host = (
-                "127.0.0.1" if host == "localhost" else host
-            )  # ZeroMQ resolves no names to bind to
+            # ZeroMQ resolves no names to bind to.
+            host = "127.0.0.1" if host == "localhost" else host
             made.ipv6 = host.startswith("[")
             is_file = scheme == "ipc"
             made.bind(address if is_file else f"{scheme}://{host}:{'*' if port == '0' else port}")

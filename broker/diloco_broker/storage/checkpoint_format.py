@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from diloco_broker.core.versions.record import DataSetRecord, FragmentRecord, RunRecord
+from diloco_broker.core.versions.record import FragmentRecord, RunRecord
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import (
     CHUNK_ELEMENTS,
@@ -31,14 +31,19 @@ from diloco_protocol.chunks import (
 )
 from diloco_protocol.data.spans import LARGEST, Spans
 from diloco_protocol.fragments import FragmentPlan
-from diloco_protocol.manifest import Manifest, summarise
+from diloco_protocol.manifest import summarise
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_data_set_name, is_worker_id
-from diloco_protocol.printable import printable
 from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 from diloco_protocol.version import Ledger, VersionId
 
 FORMAT = 1
+# Fields of a `RunRecord` that are written only if they have a value, and all keys in their order.
+_WHERE_USED = ("shards", "data_sets", "term", "standby", "left", "missing")
+_KEYS = (
+    "format", "run", "number", "life", "manifest", "plan", "num_fragments", "chunk_elements", "outer",
+    "epoch", "workers", "config", "totals", *_WHERE_USED, "fragments", "files",
+)  # fmt: skip
 _NAMES = {torch.float32: "F32", torch.int64: "I64"}  # of dtypes in safetensors
 
 
@@ -54,9 +59,7 @@ class Checkpoint:
     config: Mapping[str, Any]  # options of the broker, for people and for `inspect`
     # By fragment, the frozen one last; empty if only the record was read.
     tensors: Mapping[int, FragmentTensors]
-    saved_at: float | None = (
-        None  # modification time of the file, seconds since 1970; None: unknown
-    )
+    saved_at: float | None = None  # when its file was written, seconds since 1970; None: unknown
 
     @property
     def number(self) -> int:
@@ -103,60 +106,26 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
             },
             "optimizer": _plain_optimizer(tensors.optimizer),
         }
-    # Data sets, the term of a broker with a standby, and absent workers.
-    where_used = {
-        "shards": list(record.shards),
-        "data_sets": {name: to_plain(each) for name, each in record.data_sets.items()},
-        "term": record.term,
-        "standby": record.standby,
-        "left": list(record.left),
-        "missing": list(record.missing),
-    }
-    return {
+    values = {
+        **to_plain(replace(record, fragments={})),
         "format": FORMAT,
-        "run": record.run,
-        "number": record.number,
         "life": checkpoint.incarnation,
-        "manifest": to_plain(record.manifest),
-        "plan": list(record.plan),
         "num_fragments": checkpoint.num_fragments,
         "chunk_elements": checkpoint.chunk_elements,
         "outer": checkpoint.outer,
-        "epoch": record.epoch,
-        "workers": {name: dict(counters) for name, counters in record.workers.items()},
         "config": dict(checkpoint.config),
-        "totals": dict(record.totals),
-        **{name: value for name, value in where_used.items() if value},
         "fragments": fragments,
         "files": dict(files),
     }
+    return {name: values[name] for name in _KEYS if values[name] or name not in _WHERE_USED}
 
 
 def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
     """Read a checkpoint's record from its JSON. Raises ValueError or other errors if it is malformed."""
+    record = from_plain(RunRecord, {**plain, "fragments": {}}, "checkpoint")
+    fragments = {int(number): _fragment_record(each) for number, each in plain["fragments"].items()}
     found = Checkpoint(
-        record=RunRecord(
-            run=str(plain["run"]),
-            number=int(plain["number"]),
-            epoch=str(plain["epoch"]),
-            manifest=from_plain(Manifest, plain["manifest"], "manifest"),
-            plan=tuple(int(part) for part in plain["plan"]),
-            fragments={
-                int(fragment): _fragment_record(each)
-                for fragment, each in plain["fragments"].items()
-            },
-            workers={name: _counts(each) for name, each in plain["workers"].items()},
-            totals=_counts(plain["totals"]),
-            shards=tuple(str(name) for name in plain.get("shards", ())),
-            data_sets={
-                str(name): from_plain(DataSetRecord, each, "data_sets")
-                for name, each in plain.get("data_sets", {}).items()
-            },
-            term=int(plain.get("term", 0)),
-            standby=printable(str(plain.get("standby", "")))[:LONGEST_WORKER_ID],
-            left=tuple(str(name) for name in plain.get("left", ())),
-            missing=tuple(str(name) for name in plain.get("missing", ())),
-        ),
+        record=replace(record, fragments=fragments, standby=record.standby[:LONGEST_WORKER_ID]),
         incarnation=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
         chunk_elements=int(plain["chunk_elements"]),
@@ -164,19 +133,11 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
         config=dict(plain["config"]),
         tensors={},
     )
-    _check(found)
+    _check(found, plain)
     return found
 
 
-def _counts(plain: Mapping[str, Any]) -> dict[str, int]:
-    found = dict(plain)
-    for name, count in found.items():
-        if type(count) is not int or not 0 <= count < 1 << 63:
-            raise ValueError(f"{name} must be a count, got {count!r:.40}")
-    return found
-
-
-def _check(found: Checkpoint) -> None:
+def _check(found: Checkpoint, plain: Mapping[str, Any]) -> None:
     """Raise ValueError or ProtocolError for a record that no broker writes, before using it."""
     record, pieces = found.record, found.num_fragments
     problems = record.manifest.problems()
@@ -196,13 +157,16 @@ def _check(found: Checkpoint) -> None:
         if not each.version.is_valid or each.version.run != record.run:
             raise ValueError(f"{each.version!r:.100} is not a version of run {record.run!r:.40}")
         numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
-    if not all(0 <= number < 1 << 64 for number in numbers):
+    counts = [each for of in (record.totals, *record.workers.values()) for each in of.values()]
+    are_counts = all(0 <= each < 1 << 63 for each in counts)
+    if not are_counts or not all(0 <= number < 1 << 64 for number in numbers):
         raise ValueError("a count is out of range")
     for name, data in record.data_sets.items():
         fits = data.size > 0 and Spans.read(data.uncounted, None).stop <= data.next < LARGEST
         if not is_data_set_name(name) or not fits:
             raise ValueError(f"{name!r:.80} is not a valid data set")
-    names = (*record.workers, *record.shards, *record.left, *record.missing)
+    # As they are in the file: records have only printable texts.
+    names = [name for of in ("workers", "shards", "left", "missing") for name in plain.get(of, ())]
     wrong = [name for name in names if not is_worker_id(name)]
     if wrong:
         raise ValueError(f"a worker named {wrong[0]!r:.80}")

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_broker.storage.background import Background
 from diloco_protocol.feed import json_safe
 
 HISTORY = "history.jsonl"
@@ -43,12 +42,8 @@ class HistoryWriter:
         self.error: str | None = None
         self.lost = 0  # lines that could not be written
         self._folder, self._epoch = folder, epoch
-        self._lines: deque[tuple[str, dict[str, Any]]] = deque()
-        self._changed = threading.Condition()
-        self._is_ending = False
         self._start: dict[str, Any] | None = None
-        self._thread = threading.Thread(target=self._write, name="diloco-history", daemon=True)
-        self._thread.start()
+        self._lines = Background[tuple[str, dict[str, Any]], None]("diloco-history", self._append)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line to the history. Returns at once."""
@@ -60,38 +55,21 @@ class HistoryWriter:
 
     def close(self) -> None:
         """Write pending lines, for at most `FINISH_WITHIN_S`."""
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify()
-        self._thread.join(FINISH_WITHIN_S)
+        self._lines.finish(FINISH_WITHIN_S)
+        self._lines.close()
 
     def _put(self, name: str, line: Mapping[str, Any]) -> None:
         stamped = {"at": round(time.time(), 3), "epoch": self._epoch, **line}
-        with self._changed:
-            if len(self._lines) >= LINES_WAITING:
-                self.lost += 1  # the disk has hung for a long time
-                return
-            self._lines.append((name, stamped))
-            self._changed.notify()
+        if len(self._lines) >= LINES_WAITING:
+            self.lost += 1  # the disk has hung for a long time
+        else:
+            self._lines.add((name, stamped))
 
-    def _write(self) -> None:
-        while True:
-            with self._changed:
-                while not self._lines and not self._is_ending:
-                    self._changed.wait()
-                if not self._lines:
-                    return
-                batch = list(self._lines)
-                self._lines.clear()
-            for name in (HISTORY, ACTIONS):
-                lines = [line for of, line in batch if of == name]
-                if lines:
-                    self._append(name, lines)
-
-    def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        self._start = next((x for x in lines[::-1] if x.get("kind") == "start"), self._start)
+    def _append(self, named: tuple[str, dict[str, Any]]) -> None:
+        name, line = named
+        self._start = line if line.get("kind") == "start" else self._start
         try:
-            text = _text(lines)
+            text = _text(line)
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / name
             with open(path, "ab+") as file:
@@ -104,12 +82,12 @@ class HistoryWriter:
             if is_long and name == HISTORY:
                 path.replace(self._folder / FORMER)
                 if self._start is not None:  # each file begins with the description of its run
-                    path.write_text(_text([self._start]))
+                    path.write_text(_text(self._start))
             self.error = None
         except Exception as error:  # noqa: BLE001 - usually a full disk; the thread must survive
-            self.lost += len(lines)
+            self.lost += 1
             self.error = getattr(error, "strerror", None) or str(error) or repr(error)
 
 
-def _text(lines: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(json_safe(line), allow_nan=False) + "\n" for line in lines)
+def _text(line: dict[str, Any]) -> str:
+    return json.dumps(json_safe(line), allow_nan=False) + "\n"

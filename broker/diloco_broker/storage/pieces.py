@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from diloco_broker.core.effects import ReadCheckpoint, Route
 from diloco_broker.storage import checkpoint
+from diloco_broker.storage.background import Background
 from diloco_broker.storage.checkpoint import FILE, MANIFEST, NAME, Damaged
 from diloco_protocol.messages import Result
 
@@ -34,36 +33,23 @@ MOST_SPARED = 2
 AGAIN = {"again": True}
 
 
-class PieceReader:
-    """Reads parts of checkpoints in a thread, which calls `wake` after adding to `results`."""
+class PieceReader(Background[ReadCheckpoint, tuple[Route, Result]]):
+    """Reads parts of checkpoints in a thread, which calls `wake` after each."""
 
     def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
+        super().__init__("diloco-reader", self._answer, wake)
         self._folder = folder
-        self._wake = wake
-        self.results: deque[tuple[Route, Result]] = deque()
-        self._wanted: deque[ReadCheckpoint] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-        self._asked_at: dict[
-            str, float
-        ] = {}  # time of the last request by checkpoint, oldest first
-        self._listed: tuple[Path, list[dict[str, Any]]] | None = (
-            None  # the newest checkpoint and its files, as last listed
-        )
+        # By checkpoint, the time of the last request, the oldest first.
+        self._asked_at: dict[str, float] = {}
+        # The newest checkpoint and its files, as last listed.
+        self._listed: tuple[Path, list[dict[str, Any]]] | None = None
 
     def ask(self, wanted: ReadCheckpoint) -> Result | None:
         """Queue a request, whose reply is in `results` later. Returns the reply if it is refused."""
-        if len(self._wanted) + len(self.results) >= MOST_WAITING:
+        if len(self) + len(self.results) >= MOST_WAITING:
             text = "Too many parts of checkpoints are being read; retry later."
             return Result(wanted.request, False, text, AGAIN)
-        with self._changed:
-            self._wanted.append(wanted)
-            self._changed.notify_all()
-        if self._thread is None:
-            thread = threading.Thread(target=self._main, name="diloco-reader", daemon=True)
-            thread.start()
-            self._thread = thread
+        self.add(wanted)
         return None
 
     def spared(self) -> frozenset[str]:
@@ -79,28 +65,13 @@ class PieceReader:
             if len(self._asked_at) > MOST_SPARED:
                 del self._asked_at[next(iter(self._asked_at))]
 
-    def close(self) -> None:
-        """Stop the thread after the read in progress."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def _main(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._is_closed)
-                if self._is_closed:
-                    return
-                wanted = self._wanted[0]
-            try:
-                result = self._list(wanted) if wanted.checkpoint is None else self._read(wanted)
-            except Exception as error:  # noqa: BLE001 - the run must continue
-                result = Result(
-                    wanted.request, False, f"Cannot read the checkpoint: {error!r:.200}."
-                )
-            self.results.append((wanted.route, result))
-            self._wanted.popleft()  # only now, so that the limit of pending requests holds
-            self._wake()
+    def _answer(self, wanted: ReadCheckpoint) -> tuple[Route, Result]:
+        try:
+            result = self._list(wanted) if wanted.checkpoint is None else self._read(wanted)
+        except Exception as error:  # noqa: BLE001 - the run must continue
+            text = f"Cannot read the checkpoint: {error!r:.200}."
+            result = Result(wanted.request, False, text)
+        return wanted.route, result
 
     def _list(self, wanted: ReadCheckpoint) -> Result:
         for path in checkpoint.found(self._folder):

@@ -12,11 +12,10 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from zlib import crc32
@@ -28,6 +27,7 @@ from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state import RunState
 from diloco_broker.core.tape import FORMAT, Codec, Entry, NotPlain, noted, written
+from diloco_broker.storage.background import Background
 from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
@@ -69,8 +69,7 @@ class TapeWriter:
         except (OSError, NotPlain) as error:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"--tape {path} cannot be written: {why}.") from None
-        self._thread = ThreadPoolExecutor(1, "diloco-tape")
-        self._waiting: deque[Future[None]] = deque()
+        self._writing = Background[Callable[[], None], None]("diloco-tape", lambda write: write())
 
     def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
         """Record a handled event and its effects; None: the core failed to handle it."""
@@ -89,21 +88,19 @@ class TapeWriter:
         if not self._is_over:
             self._hand_over()
         self._is_over = True
-        self._thread.shutdown()
+        self._writing.finish()
+        self._writing.close()
         self._end()
 
     def _hand_over(self) -> None:
-        waiting, noted_ = self._waiting, self._noted
-        self._noted = []
-        while waiting and waiting[0].done():
-            waiting.popleft()
-        if len(waiting) >= MOST_WAITING:
+        noted_, self._noted = self._noted, []
+        if len(self._writing) >= MOST_WAITING:
             self._give_up("the disk is too slow for it")
             return
-        waiting.append(self._thread.submit(self._write, noted_))
+        self._writing.add(partial(self._write, noted_))
         if self._is_full and not self._is_turning:
             self._is_turning = True
-            waiting.append(self._thread.submit(self._begin, self._state()))
+            self._writing.add(partial(self._begin, self._state()))
 
     def _state(self) -> tuple[Codec, Any]:
         codec = Codec()

@@ -16,13 +16,28 @@ from torch import Tensor
 from diloco_broker.config.schedule import OuterSchedule
 from diloco_broker.tensors.aggregate import Gradient
 from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.memory import empty
 from diloco_broker.tensors.outer import chunked
 from diloco_broker.tensors.replica import followed
-from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import whole_dtype
-from diloco_protocol.tensors.codecs import encode_chunk, is_finite, segment_dtype
+from diloco_protocol.tensors.codecs import encode_chunk, has_nan, is_finite, segment_dtype
+
+
+def in_wire_form(
+    span: ChunkSpan, values: Tensor, reply: str, *, frozen: bool = False
+) -> Tensor | None:
+    """A full chunk in the dtype of replies; None if a value is not finite there.
+
+    Without a conversion it is the tensor itself, shared by all readers without a copy. A `frozen` chunk
+    may contain infinities (a causal mask), but not NaN.
+    """
+    dtype = segment_dtype(span.segment, whole_dtype(reply))
+    sent = values if values.dtype is dtype else empty(span.elements, dtype).copy_(values)
+    if frozen:
+        return None if has_nan(sent) else sent
+    return sent if is_finite(sent) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,18 +99,16 @@ class Advance:
         if kept.replica is not None:
             replica, coded = followed(self.reply, kept.replica, kept.master)
             return Advanced(replace(kept, replica=replica), coded, overflow)
-        whole = whole_dtype(self.reply)
         if made is None:
-            made = Reply(self.span, whole).of(kept.master)
+            made = in_wire_form(self.span, kept.master, self.reply)
             assert made is not None, "a chunk that could not be sent was stored"
-        return Advanced(kept, encode_chunk(self.span, made, whole), overflow)
+        return Advanced(kept, encode_chunk(self.span, made, whole_dtype(self.reply)), overflow)
 
     def _step(
         self, kept: Kept, gradient: Gradient | Blend, count: int
     ) -> tuple[Kept, Tensor | None] | None:
         """The state after a gradient, and its wire form; None if the result is not finite."""
         master, state = kept.master, kept.state
-        reply = Reply(self.span, whole_dtype(self.reply))
         if isinstance(gradient, Blend):
             updated = gradient.onto(master, self.share)
         elif self.span.segment is Segment.INTEGERS:
@@ -110,16 +123,12 @@ class Advance:
                     fast, master, gradient.terms(), state, count=count, wire=dtype
                 )
                 return None if made is None else (Kept(updated, state, kept.replica), made)
-            if isinstance(outer, chunked.Nesterov):
-                pieces = gradient.pieces()
-                updated, state = outer.step_by_pieces(master, pieces, state, reply.add)
-            else:
-                updated, state = outer.step(master, gradient.whole(), state, count)
+            updated, state = outer.step(master, gradient.whole(), state, count)
         # An infinite momentum makes the parameters infinite at once; only these must be checked.
         unseen = [state[name] for name in (chunked.DELAYED, chunked.SQUARES) if name in state]
         if not all(map(is_finite, unseen)):
             return None
-        made = reply.of(updated)
+        made = in_wire_form(self.span, updated, self.reply)
         return None if made is None else (Kept(updated, state, kept.replica), made)
 
     def _empty_buffer(self, kept: Kept, count: int) -> tuple[tuple[Kept, Tensor | None], bool]:

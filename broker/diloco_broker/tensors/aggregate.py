@@ -9,7 +9,7 @@ contributions count, and with which weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,120 +33,82 @@ from diloco_protocol.errors import ProtocolError
 from diloco_protocol.kernels import Source, Terms
 from diloco_protocol.tensors.codecs import BLOCKS, decode_chunk, is_finite
 
-# Elements of a slice: a few fp32 slices of this size fit into the caches of a core. With 1 << 16 two
-# folds and a step of a chunk took 1.3 times as long, because of call overhead.
-PIECE_ELEMENTS = 1 << 18
 # Contributions that are held undecoded: 1 MiB each in bf16, 2 MiB in fp32.
 HELD = 6
 
 
-def pieces_of(values: Tensor) -> list[Tensor]:
-    """Slices (views) of a 1-D tensor, `PIECE_ELEMENTS` long; the last may be shorter."""
-    starts = range(0, values.numel(), PIECE_ELEMENTS)
-    return [values[start : start + PIECE_ELEMENTS] for start in starts]
-
-
 class Gradient:
-    """The aggregated gradient of one chunk. Read it once, `whole` or in `pieces`.
-
-    A chunk is larger than the caches of a core: each operation on all of it reads and writes main
-    memory, but a sequence of operations on each slice does so only once.
+    """The aggregated gradient of one chunk. Read it once, `whole` or as `terms`.
 
     Args:
         total: the accumulated sum, or None; reading overwrites its memory.
         waiting: further contributions in wire dtype, each with its weight.
         divisor: divides the sum.
-        scratch: two rows of one slice each; None if kernels are available, which do not need it.
     """
 
-    def __init__(
-        self,
-        total: Tensor | None,
-        waiting: Terms,
-        divisor: float,
-        scratch: Scratch | None,
-    ) -> None:
+    def __init__(self, total: Tensor | None, waiting: Terms, divisor: float) -> None:
         assert total is not None or waiting, "a gradient without contributions"
         self._total = total
         self._waiting = waiting
         self._divisor = divisor
-        self._scratch = scratch
 
     @classmethod
     def of(cls, values: Tensor) -> Gradient:
         """Wrap a computed gradient of fp32 parameters or int64 integers; its memory is overwritten."""
-        return cls(values, (), 1.0, None)
+        return cls(values, (), 1.0)
 
     def whole(self) -> Tensor:
         """The gradient in one tensor, which the caller owns."""
         total = self._total
         if total is not None and not self._waiting:
             return total if self._divisor == 1 else total.div_(self._divisor)
-        room = empty(self._waiting[0][0].elements, torch.float32) if total is None else total
-        fast = kernels.ready()
-        if fast is not None:
-            fast.add_up(*self.terms(), room)
-            return room
-        for place, piece in zip(pieces_of(room), self.pieces(), strict=True):
-            place.copy_(piece)
-        return room
+        out = empty(self._waiting[0][0].elements, torch.float32) if total is None else total
+        return add_up(*self.terms(), out)
 
     def terms(self) -> tuple[Terms, float]:
         """Weighted chunks of parameters, and the divisor of their sum."""
-        return _with(self._total, self._waiting), self._divisor
-
-    def pieces(self) -> Iterator[Tensor]:
-        """Slices of `PIECE_ELEMENTS` in fp32 (the last may be shorter), which may be overwritten."""
-        if self._total is not None and not self._waiting:
-            for part in pieces_of(self._total):
-                yield part if self._divisor == 1 else part.div_(self._divisor)
-            return
-        terms, _ = self.terms()
-        weights = [weight for _, weight in terms]
-        assert self._scratch is not None
-        first, second = self._scratch.rows
-        for parts in zip(*(pieces_of(chunk.values()) for chunk, _ in terms), strict=True):
-            size = parts[0].numel()
-            piece, room = first[:size], second[:size]
-            _weighted(parts[0], weights[0], piece)
-            for part, weight in zip(parts[1:], weights[1:], strict=True):
-                piece.add_(_fp32(part, room), alpha=weight)
-            yield piece if self._divisor == 1 else piece.div_(self._divisor)
+        if self._total is None:
+            return self._waiting, self._divisor
+        return [(Source.of(self._total), 1.0), *self._waiting], self._divisor
 
 
-def _with(total: Tensor | None, waiting: Terms) -> Terms:
-    """The terms, preceded by the accumulated sum, if any."""
-    return waiting if total is None else [(Source.of(total), 1.0), *waiting]
-
-
-def _weighted(values: Tensor, weight: float, room: Tensor) -> None:
-    """Write fp32 values times weight into `room`."""
-    room.copy_(values)
+def add_up(terms: Terms, divisor: float, out: Tensor) -> Tensor:
+    """out <- sum(w_i x_i) / divisor, in fp32; `out` may be the memory of the first term."""
+    fast = kernels.ready()
+    if fast is not None:
+        fast.add_up(terms, divisor, out)
+        return out
+    (first, weight), *others = terms
+    out.copy_(first.values())
     if weight != 1:
-        room.mul_(weight)
+        out.mul_(weight)
+    for source, weight in others:
+        values = source.values()
+        if (
+            values.dtype is not torch.float32
+        ):  # adding bf16 directly takes three to seven times as long
+            values = empty(source.elements, torch.float32).copy_(values)
+        out.add_(values, alpha=weight)
+    return out if divisor == 1 else out.div_(divisor)
 
 
-def _fp32(values: Tensor, room: Tensor) -> Tensor:
-    """The values in fp32, converted into `room` if necessary.
-
-    Adding bf16 to fp32 directly takes three to seven times as long.
-    """
-    return values if values.dtype is torch.float32 else room.copy_(values)
+def source_of(span: ChunkSpan, payload: Any, wire: str) -> Source:
+    """Read a chunk of parameters; it is decoded unless kernels do that while they add it."""
+    if kernels.ready() is not None and wire in BLOCKS:
+        return BLOCKS[wire].source(payload, span.elements)
+    out = empty(span.elements, torch.float32) if is_quantized(wire) else None
+    return Source.of(decode_chunk(span, payload, wire, out))
 
 
 def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | None:
     """Read a chunk of parameters and its sum of squares; None if a value is not finite."""
-    fast = kernels.ready()
-    if fast is not None and wire in BLOCKS:
-        chunk = BLOCKS[wire].source(payload, span.elements)
-        squares = fast.squares(chunk)
-        if squares is not None:
-            return chunk, squares
-    # For bf16 and wider dtypes torch sums squares at memory speed.
-    out = empty(span.elements, torch.float32) if is_quantized(wire) else None
-    values = decode_chunk(span, payload, wire, out)
-    squares = squares_of(values)
-    return None if squares is None else (Source.of(values), squares)
+    fast, chunk = kernels.ready(), source_of(span, payload, wire)
+    squares: float | None
+    if fast is None or wire not in BLOCKS:  # torch sums squares at memory speed
+        squares = squares_of(chunk.values())
+    elif (squares := fast.squares(chunk)) is None:  # beyond the range of fp32, or not finite
+        squares = squares_of(decode_chunk(span, payload, wire))
+    return None if squares is None else (chunk, squares)
 
 
 def squares_of(values: Tensor) -> float | None:
@@ -177,8 +139,8 @@ class StreamingMean:
     of integers.
 
     The latest contributions are not added at once but held undecoded. Usually the other contributions to
-    the same chunk arrive soon; then the sum is computed slice by slice together with the outer step, and
-    is never written to memory. At most `HELD` contributions are `held`, over all chunks.
+    the same chunk arrive soon; then kernels add them during the outer step, and the sum is never written
+    to memory. At most `HELD` contributions are `held`, over all chunks.
 
     `wire` is the default wire dtype of parameters.
     """
@@ -191,8 +153,6 @@ class StreamingMean:
         # Held contributions by chunk, the one that has waited longest first.
         self._waiting: dict[int, list[tuple[Source, float]]] = {}
         self.held = 0
-        longest = max((span.elements for span in layout.spans), default=0)
-        self._scratch = Scratch(2, min(longest, PIECE_ELEMENTS))
 
     def fold(
         self, index: int, payload: Any, weight: float, wire: str | None = None
@@ -248,7 +208,7 @@ class StreamingMean:
         def put(total: Tensor) -> None:
             self._sums[index] = total
 
-        return Piece(lambda: self._added_up(total, waiting), put)
+        return Piece(Gradient(total, waiting, 1.0).whole, put)
 
     def take(self, index: int, weight: float) -> Gradient | Blend | None:
         """Take the mean (or maximum) of a chunk and reset it; None if it has no contributions."""
@@ -260,27 +220,7 @@ class StreamingMean:
         if total is None and not waiting:
             return None
         divisor = 1.0 if self._spans[index].segment is Segment.INTEGERS else weight
-        return Gradient(total, waiting, divisor, self._scratch)
-
-    def _added_up(self, total: Tensor | None, waiting: Terms) -> Tensor:
-        """The sum including held contributions; overwrites the memory of `total`."""
-        fast = kernels.ready()
-        if fast is not None:
-            made = empty(waiting[0][0].elements, torch.float32) if total is None else total
-            fast.add_up(_with(total, waiting), 1.0, made)
-            return made
-        room = self._scratch.rows[0]
-        for chunk, weight in waiting:
-            parts = pieces_of(chunk.values())
-            if total is None:
-                total = empty(chunk.elements, torch.float32)
-                for place, part in zip(pieces_of(total), parts, strict=True):
-                    _weighted(part, weight, place)
-            else:
-                for place, part in zip(pieces_of(total), parts, strict=True):
-                    place.add_(_fp32(part, room[: part.numel()]), alpha=weight)
-        assert total is not None, "a sum without contributions"
-        return total
+        return Gradient(total, waiting, divisor)
 
     def _fold_maximum(self, index: int, values: Tensor) -> None:
         total = self._sums[index]

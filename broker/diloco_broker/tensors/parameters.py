@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco_broker.config.schedule import UNCHANGING, OuterSchedule
 from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
-from diloco_broker.tensors.advance import Advance, Advanced, Kept
+from diloco_broker.tensors.advance import Advance, Advanced, Kept, in_wire_form
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.memory import empty, empty_like
@@ -27,11 +27,10 @@ from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.piece import Piece
 from diloco_broker.tensors.radial import Radial
-from diloco_broker.tensors.replica import REPLICA, Replicas
-from diloco_broker.tensors.reply_chunk import Reply
+from diloco_broker.tensors.replica import REPLICA, in_full
 from diloco_broker.tensors.robust import Stretches
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
-from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.dtypes import is_quantized, whole_dtype
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, segment_dtype
 from diloco_protocol.tensors.state_dict import cut_chunk
@@ -89,7 +88,8 @@ class Parameters:
         self._is_round = is_round
         self._share = share
         self._initial = initial
-        self._replicas = Replicas(reply)
+        # By fragment and index, the values that workers hold, if replies are quantized; never modified.
+        self._replicas: dict[tuple[int, int], Tensor] = {}
         self._means = [StreamingMean(part, wire) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
@@ -117,9 +117,9 @@ class Parameters:
             return None
         self._masters[fragment][index] = values
         self._make_whole(fragment, index)
-        if self._replicas.has(span):
-            self._replicas.put(fragment, index, values)
-            return self._replicas.whole(fragment, index)
+        if self._has_replica(span):
+            self._replicas[fragment, index] = values
+            return in_full(values)
         return encode_chunk(span, reply, self._whole_reply)
 
     def drop(self, fragments: Iterable[int]) -> bool:
@@ -128,7 +128,9 @@ class Parameters:
             self._masters[fragment] = [None] * len(self._masters[fragment])
             self._states[fragment] = [{} for _ in self._states[fragment]]
             self._wholes.pop(fragment, None)
-            self._replicas.forget(fragment)
+            self._replicas = {
+                key: each for key, each in self._replicas.items() if key[0] != fragment
+            }
         return any(value is not None for masters in self._masters for value in masters)
 
     def forget_initial(self) -> None:
@@ -218,7 +220,9 @@ class Parameters:
         chunks = [placed(masters, index) for index in range(len(masters))]
         names = sorted({name for state in states for name in state})
         outer = {name: [state.get(name) for state in states] for name in names}
-        outer |= self._replicas.kept(fragment, len(masters))
+        replicas = [self._replicas.get((fragment, index)) for index in range(len(masters))]
+        if any(each is not None for each in replicas):
+            outer[REPLICA] = replicas
         whole = self._wholes.get(fragment)
         optimizer = whole.fragment.state_dict() if whole else None
         return FragmentTensors(chunks, outer, optimizer, self._reply)
@@ -238,19 +242,23 @@ class Parameters:
         self, fragment: int, index: int, replica: Tensor | None, sent_in: str
     ) -> None:
         span, master = self._layouts[fragment].spans[index], placed(self._masters[fragment], index)
-        if self._replicas.has(span):
+        if self._has_replica(span):
             if replica is None:  # workers hold the master in the dtype in which it was sent
                 sent = master.to(segment_dtype(span.segment, whole_dtype(sent_in)))
                 replica = sent.float()
-            self._replicas.put(fragment, index, replica)
+            self._replicas[fragment, index] = replica
         elif replica is not None:
             # Replies were quantized: the run continues from the workers' replica.
             self._masters[fragment][index] = replica
 
+    def _has_replica(self, span: ChunkSpan) -> bool:
+        """Whether a chunk is sent as a difference from its replica."""
+        return is_quantized(self._reply) and span.segment is Segment.PARAMETERS
+
     def _as_held(self, fragment: int, span: ChunkSpan) -> Any:
         """A chunk of the current version in wire form."""
-        if self._replicas.has(span):
-            return self._replicas.whole(fragment, span.index)
+        if self._has_replica(span):
+            return in_full(self._replicas[fragment, span.index])
         master = placed(self._masters[fragment], span.index)
         reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
@@ -300,14 +308,14 @@ class Parameters:
 
     def _kept(self, fragment: int, index: int) -> Kept:
         master = placed(self._masters[fragment], index)
-        return Kept(master, self._states[fragment][index], self._replicas.of(fragment, index))
+        return Kept(master, self._states[fragment][index], self._replicas.get((fragment, index)))
 
     def _put(self, fragment: int, span: ChunkSpan, found: Advanced) -> Stepped:
         kept, index = found.kept, span.index
         self._masters[fragment][index] = kept.master
         self._states[fragment][index] = kept.state
         if kept.replica is not None:
-            self._replicas.put(fragment, index, kept.replica)
+            self._replicas[fragment, index] = kept.replica
         return Stepped(fragment, index, found.wire, found.overflow)
 
     def _make_whole(self, fragment: int, index: int) -> None:
@@ -327,8 +335,8 @@ class Parameters:
 
     def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
         """Whether a chunk of trained parameters can be sent."""
-        return Reply(span, self._whole_reply).of(values) is not None
+        return in_wire_form(span, values, self._reply) is not None
 
     def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
         is_frozen = fragment == self.layout.frozen.fragment
-        return Reply(span, self._whole_reply, frozen=is_frozen).of(values)
+        return in_wire_form(span, values, self._reply, frozen=is_frozen)

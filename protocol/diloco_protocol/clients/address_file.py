@@ -14,12 +14,7 @@ import socket
 import stat
 from pathlib import Path
 
-from diloco_protocol.addresses import (
-    EVERYWHERE,
-    can_be_reached,
-    several,
-    with_scheme,
-)
+from diloco_protocol.addresses import EVERYWHERE, can_be_reached, several, with_scheme
 from diloco_protocol.errors import UsageError
 
 SCHEME = "file://"

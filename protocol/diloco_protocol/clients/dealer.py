@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import zmq
@@ -42,7 +43,9 @@ class Dealer:
 
     def send(self, message: Message, payload: Any = None) -> None:
         """Send a message; raises TypeError or ValueError for values that cannot be sent."""
-        self._socket.send_multipart(pack(message, payload))
+        # Once a handshake has failed for good there is no connection to wait for: `receive` says why.
+        with suppress(zmq.Again):
+            self._socket.send_multipart(pack(message, payload), zmq.NOBLOCK)
 
     def receive(self, until: float) -> tuple[Message, Any] | None:
         """The next message and its payload; None when `time.monotonic()` has reached `until`.

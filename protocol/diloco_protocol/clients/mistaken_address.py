@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,8 @@ def is_a_feed(address: str, keys: Keys | None = None) -> Mistake | None:
 
     Takes at most `HANDSHAKE_WITHIN_S`, plus `ANSWER_WITHIN_S` if a feed publishes there.
     """
-    with _connected(zmq.SUB, address, keys) as peer:
-        if peer is None:
-            return None
-        frame = _received(peer)
-    try:
-        control = "" if frame is None else parse_snapshot(frame[0]).control
-    except FeedError:
-        control = ""
-    return _mistake("feed address", "control address", address, control)
+    found = _heard(zmq.SUB, address, keys, lambda frames: parse_snapshot(frames[0]).control)
+    return None if found is None else _mistake("feed address", "control address", address, found)
 
 
 def is_a_control_address(address: str, keys: Keys | None = None) -> Mistake | None:
@@ -60,19 +53,29 @@ def is_a_control_address(address: str, keys: Keys | None = None) -> Mistake | No
 
     Takes as long as `is_a_feed`.
     """
-    with _connected(zmq.DEALER, address, keys) as peer:
+
+    def feed_of(frames: list[bytes]) -> object:
+        answer = unpack(frames)[0]
+        return answer.data.get("feed_address") if isinstance(answer, Result) else None
+
+    found = _heard(zmq.DEALER, address, keys, feed_of)
+    return None if found is None else _mistake("control address", "feed address", address, found)
+
+
+def _heard(
+    kind: int, address: str, keys: Keys | None, read: Callable[[list[bytes]], object]
+) -> str | None:
+    """What the peer says of its other address, empty if nothing; None if it has another socket type."""
+    with _connected(kind, address, keys) as peer:
         if peer is None:
             return None
-        peer.send_multipart(pack(Control("status", 1)))
-        frames = _received(peer)
-    try:
-        answer = None if frames is None else unpack(frames)[0]
-    except ProtocolError:
-        answer = None
-    feed = answer.data.get("feed_address") if isinstance(answer, Result) else None
-    return _mistake(
-        "control address", "feed address", address, feed if isinstance(feed, str) else ""
-    )
+        if kind == zmq.DEALER:
+            peer.send_multipart(pack(Control("status", 1)))
+        frames = peer.recv_multipart() if peer.poll(int(1000 * ANSWER_WITHIN_S)) else None
+    with suppress(FeedError, ProtocolError):
+        found = "" if frames is None else read(frames)
+        return found if isinstance(found, str) else ""
+    return ""
 
 
 def _mistake(found: str, wanted: str, address: str, bound: str) -> Mistake:
@@ -80,10 +83,6 @@ def _mistake(found: str, wanted: str, address: str, bound: str) -> Mistake:
     meant = as_reached(bound, address) if bound else ""
     advice = f"its {wanted} is {meant}" if bound else f"give the {wanted} that it printed"
     return Mistake(f"{address} is the {found} of the broker; {advice}.", meant)
-
-
-def _received(peer: zmq.Socket[Any]) -> list[bytes] | None:
-    return peer.recv_multipart() if peer.poll(int(1000 * ANSWER_WITHIN_S)) else None
 
 
 def unknown_name(address: str) -> str | None:

@@ -2,8 +2,7 @@
 
 from diloco_protocol.fragments.own_split import OwnSplit
 from diloco_protocol.fragments.patterns import PATTERNS, block_of, unit_of
-from diloco_protocol.fragments.plan import OWN, Choose, FragmentPlan, longest_delay, slots
-from diloco_protocol.fragments.view import PlanView
+from diloco_protocol.fragments.plan import OWN, Choose, FragmentPlan, PlanView, longest_delay, slots
 
 __all__ = [
     "Choose",

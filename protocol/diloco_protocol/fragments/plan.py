@@ -15,16 +15,60 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, check_wire_dtype
+from diloco_protocol.dtypes import (
+    BUFFERS_DTYPE,
+    INTEGERS_DTYPE,
+    REPLY_DTYPES,
+    SIZES,
+    check_wire_dtype,
+)
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments.patterns import PATTERNS
-from diloco_protocol.fragments.view import FragmentView, ParameterView, PlanView, buffer_bytes
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
 
 OWN = "own"  # name of the pattern of a custom split
 
 # Returns the fragment of a parameter, from its name and shape.
 Choose = Callable[[str, tuple[int, ...]], int]
+
+
+@dataclass(frozen=True)
+class ParameterView:
+    """One trainable parameter: its elements, and its bytes in a push (up) and in a reply (down)."""
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True)
+class FragmentView:
+    """One fragment of a plan. The bytes of fragment P - 1 include the model's buffers."""
+
+    fragment: int  # its number, 0 .. P - 1
+    due: int  # step of a cycle, 1 .. H, after which it is pushed
+    parameters: tuple[ParameterView, ...]  # its parameters, in the manifest's order
+    elements: int  # of these parameters
+    bytes_up: int  # of one push of one worker
+    bytes_down: int  # of the reply to one worker
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan for one model, as returned by `FragmentPlan.view`."""
+
+    sync_every: int
+    wire_dtype: str
+    reply_dtype: str
+    fragments: tuple[FragmentView, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the largest push divided by the mean: 1 is perfectly even, P means all in one."""
+        sizes = [each.bytes_up for each in self.fragments]
+        return max(sizes) * len(sizes) / sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -174,31 +218,6 @@ class FragmentPlan:
         """The fragment of each trainable parameter by name, for `chunks.lay_out`."""
         return {name: number for number, names in enumerate(self.fragments) for name in names}
 
-    def parameters(self, fragment: int) -> tuple[str, ...]:
-        """Names of a fragment's parameters; raises UsageError outside 0 .. P - 1."""
-        if not 0 <= fragment < self.num_fragments:
-            raise UsageError(f"Invalid fragment {fragment}; use 0 to {self.num_fragments - 1}.")
-        return self.fragments[fragment]
-
-    def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:
-        """The fragment to push after this step, or None.
-
-        Args:
-            step: optimizer steps since the schedule's origin, 1 for the first.
-            sync_every: H, steps between two pushes of one fragment.
-            first_round: the round of the first slot since the origin.
-
-        Raises:
-            UsageError: H is below P, or `step` below 1.
-        """
-        cycle = slots(sync_every, self.num_fragments)
-        if step < 1:
-            raise UsageError(f"step is {step}; steps since the origin are counted from 1.")
-        step_of_cycle = (step - 1) % sync_every + 1
-        if step_of_cycle not in cycle:
-            return None
-        return (first_round + cycle.index(step_of_cycle)) % self.num_fragments
-
     def view(
         self,
         manifest: Manifest,
@@ -222,7 +241,7 @@ class FragmentPlan:
         check_wire_dtype(reply_dtype, REPLY_DTYPES)
         up, down = SIZES[wire_dtype].element, SIZES[reply_dtype].element
         sizes = {entry.name: (entry.shape, entry.elements) for entry in manifest.entries}
-        buffers = sum(map(buffer_bytes, manifest.entries))
+        buffers = sum(map(_buffer_bytes, manifest.entries))
         views = []
         for number, names in enumerate(self.fragments):
             parameters = tuple(
@@ -288,6 +307,14 @@ def _empty(entries: Sequence[TensorEntry], numbers: Sequence[int], num_fragments
 def _fixed(entry: TensorEntry, num_fragments: int) -> int:
     """The fragment number of an entry that is not trained."""
     return num_fragments - 1 if entry.kind is Kind.BUFFER else num_fragments
+
+
+def _buffer_bytes(entry: TensorEntry) -> int:
+    """Bytes of a buffer in each push and reply of the last fragment; 0 for other tensors."""
+    if entry.kind is not Kind.BUFFER:
+        return 0
+    dtype = BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE
+    return SIZES[dtype].most(entry.elements)
 
 
 def _misfit(problem: str) -> ProtocolError:

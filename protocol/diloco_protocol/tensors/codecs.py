@@ -71,22 +71,18 @@ CODECS = {
     **{name: _coded(codec.encode, codec.decode) for name, codec in BLOCKS.items()},
     "int64": _plain(torch.int64),
 }
-# Encoders of quantized codecs whose result also has the decoded values.
-ENCODERS: dict[str, Callable[..., block_codecs.Encoded]] = {
-    name: codec.encode for name, codec in BLOCKS.items()
-}
 
 
 def encode_sum(
     wire: str, values: Tensor, other: Tensor, new: block_codecs.NewBytes = block_codecs.new_bytes
 ) -> block_codecs.Encoded | None:
     """Encode `values + other` (fp32) in a quantized codec; None if the sum is not finite."""
-    fast, block = kernels.ready(), BLOCKS.get(wire)
-    if fast is not None and block is not None and on_host(values, other):
+    fast, block = kernels.ready(), BLOCKS[wire]
+    if fast is not None and on_host(values, other):
         found = block.encode_sum(fast, values, other, new)
         return None if found is None else found[0]
     total = values + other.to(values.device)
-    return ENCODERS[wire](total, new) if is_finite(total) else None
+    return block.encode(total, new) if is_finite(total) else None
 
 
 def follow(
@@ -101,12 +97,12 @@ def follow(
     All tensors are fp32, on the host. Returns the bytes and the checksum of `out`; None if the
     difference or the result is not finite.
     """
-    fast, block = kernels.ready(), BLOCKS.get(wire)
-    if fast is not None and block is not None:
+    fast, block = kernels.ready(), BLOCKS[wire]
+    if fast is not None:
         found = block.encode_sum(fast, values, held, new, sign=-1.0, followed=out)
         return None if found is None else (found[0].payload, found[1])
     difference = values - held
-    encoded = ENCODERS[wire](difference, new) if is_finite(difference) else None
+    encoded = block.encode(difference, new) if is_finite(difference) else None
     total = None if encoded is None else add_code(wire, encoded, held, out)
     return None if encoded is None or total is None else (encoded.payload, total)
 
@@ -130,15 +126,15 @@ def add_code(
     Returns:
         The checksum of the result; None if it is not finite. Raises as `decode_chunk`.
     """
-    fast, block = kernels.ready(), BLOCKS.get(wire)
+    fast, block = kernels.ready(), BLOCKS[wire]
     encoded = code if isinstance(code, block_codecs.Encoded) else None
-    if fast is not None and block is not None:
+    if fast is not None:
         source = encoded.source if encoded else block.source(code, values.numel())
         assert source is not None
         return fast.shift(source, values, other, sign, out)
     total = values if other is None else values + other
     room = None if out.data_ptr() == total.data_ptr() else out
-    x = encoded.read(room) if encoded else CODECS[wire].decode(code, values.numel(), room)
+    x = encoded.read(room) if encoded else block.decode(code, values.numel(), room)
     torch.add(total, x, alpha=sign, out=out)
     return checksum(out) if is_finite(out) else None
 

@@ -11,14 +11,19 @@ from diloco_broker.shell import connection_watch as limits
 from diloco_broker.shell.chunks_on_the_way import (
     UNAUTHENTICATED_MAY_KEEP,
     ChunksOnTheWay,
-    Piece,
     end_keepers_of_old,
 )
 from diloco_broker.shell.connection_watch import Connection, ConnectionWatch
 from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
+from diloco_protocol.relays import Piece
 from diloco_protocol.roles import Peer, Role
+from diloco_protocol.version import VersionId
 
 A = b"route of a"
+
+
+def a_piece(index: int, counter: int) -> Piece:
+    return Piece(0, index, VersionId("0" * 16, counter, 0), None)
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Watching:
         return self.watch.by_route.get(A) or self.watch.name(A, 7, None)
 
     def sends_chunk(self, size: int) -> None:
-        self.watch.sent_chunk(self.named(), size, Piece(0, 0, 0))
+        self.watch.sent_chunk(self.named(), size, a_piece(0, 0))
 
     def looks(self, *members: bytes) -> list[str]:
         """Two looks; between them each connection has its turn, so the second sees all bytes."""
@@ -425,9 +430,7 @@ def test_readers_that_keep_old_versions_in_memory_are_ended_but_for_the_last() -
     watch, now, wires = ConnectionWatch(), 0.0, [Wire(unsent=4000) for _ in range(30)]
     for number, wire in enumerate(wires):
         watch.opened(number, wire)
-        watch.sent_chunk(
-            watch.name(b"%d" % number, number, None), 4 << 20, Piece(0, 0, counter=number)
-        )
+        watch.sent_chunk(watch.name(b"%d" % number, number, None), 4 << 20, a_piece(0, number))
         now += limits.EVERYBODY_EVERY_S
         for each in wires:  # a trickle
             each.delivered += 1
@@ -457,7 +460,7 @@ def a_reader(*counters: int, chunks: int = MAX_OBSERVER_CREDIT, since: float = 1
     reader, sent = Reader(), 0
     for counter in counters:
         for index in range(chunks):
-            reader.chunks.add(sent, sent + CHUNK, Piece(0, index, counter))
+            reader.chunks.add(sent, sent + CHUNK, a_piece(index, counter))
             sent += CHUNK
     reader.chunks.see(0, since)
     return reader

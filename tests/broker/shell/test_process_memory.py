@@ -37,7 +37,7 @@ print(can, kept >> 20, too_much, still >> 20, done, (rss_bytes() - before) >> 20
 """
 OPEN_FILES = """
 import resource, sys
-from diloco_broker.shell.open_files import allow_connections
+from diloco_broker.shell.process_memory import allow_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 print(allow_connections(100), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work.executor import TensorExecutor
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.tensors import aggregate
 from diloco_broker.tensors.outer.make import make_outer
@@ -139,7 +139,6 @@ def test_order_of_threads_changes_no_bit(
     outer: str, wire: str, reply: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aggregate, "HELD", held)
-    monkeypatch.setattr(aggregate, "PIECE_ELEMENTS", 256)
     layout = a_layout()
     options: dict[str, Any] = {"wire_dtype": wire, "reply_dtype": reply, "outer": outer}
     if outer in ("dn", "fedbuff"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov, Sgd
+from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov
 from diloco_broker.tensors.outer.make import Outer, make_outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -176,8 +176,8 @@ def test_groups_have_what_is_set_and_say_what_they_have(make: Any, groups: Outer
     [
         ({}, Nesterov(0.7, 0.9)),
         ({"nesterov": False, "outer_lr": 0.5}, Nesterov(0.5, 0.9, nesterov=False)),
-        ({"outer": "sgd", "workers": 4}, Sgd(0.7, 1.0)),
-        ({"outer": "sgd", "workers": 4, "mode": "async"}, Sgd(0.7, 0.25)),
+        ({"outer": "sgd", "workers": 4}, Nesterov(0.7, 0.0)),
+        ({"outer": "sgd", "workers": 4, "mode": "async"}, Nesterov(0.7 * 0.25, 0.0)),
         ({"outer": "nesterov", "workers": 4, "mode": "async"}, Nesterov(0.7, 0.9)),
         ({"workers": 4, "mode": "async"}, DelayedNesterov(0.7, 0.9, 4)),
         (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco_broker.config.schedule import OuterSchedule, Schedule
 from diloco_broker.core.events import Stepped
-from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov, Sgd
+from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -313,7 +313,7 @@ SCHEDULED: dict[str, tuple[Outer, str, list[float], Callable[[Rates], reference.
         FROM_HALF,
         partial(by_torch, classical),
     ),
-    "sgd": (Sgd(ETA, 1 / N), "constant", SAME, plain),
+    "sgd": (Nesterov(ETA * (1 / N), 0.0), "constant", SAME, plain),
     "fedbuff": (Buffered(Nesterov(ETA, MU), N), "linear:4", FROM_ZERO, fedbuff),
     "dn": (DelayedNesterov(ETA, MU, N), "linear:4:0.5", FROM_HALF, partial(delayed, 0.0)),
     "dn-c": (DelayedNesterov(ETA, MU, N, 0.2), "linear:4", FROM_ZERO, partial(delayed, 0.2)),

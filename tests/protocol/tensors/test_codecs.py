@@ -17,8 +17,8 @@ from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, is_quantized, least_byte
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import (
+    BLOCKS,
     CODECS,
-    ENCODERS,
     as_bytes,
     decode_chunk,
     encode_chunk,
@@ -168,14 +168,14 @@ def bits(values: torch.Tensor) -> list[int]:
     return [int(each) for each in values.view(torch.int32)]
 
 
-@pytest.mark.parametrize("wire", list(ENCODERS))
+@pytest.mark.parametrize("wire", list(BLOCKS))
 @pytest.mark.parametrize("elements", [1, 255, 256, 700, 1024])
 def test_encoder_and_decoder_read_the_same_codes(wire: str, elements: int) -> None:
     torch.manual_seed(elements)
     values = torch.randn(elements)
     values[::3] *= 1e-3  # rounded to 0 from below as well as from above
     values[::5] = -0.0
-    encoded = ENCODERS[wire](values.clone())
+    encoded = BLOCKS[wire].encode(values.clone())
     payload = bytearray(encoded.payload)
     decoded = decode_chunk(span_of(elements), payload, wire)
     out = torch.full((elements,), torch.nan)
@@ -186,13 +186,13 @@ def test_encoder_and_decoder_read_the_same_codes(wire: str, elements: int) -> No
     assert not [each for each in decoded.tolist() if each == 0 and math.copysign(1, each) < 0]
 
 
-@pytest.mark.parametrize("wire", list(ENCODERS))
+@pytest.mark.parametrize("wire", list(BLOCKS))
 def test_what_was_read_or_sent_stays_when_more_is_encoded(wire: str) -> None:
     first, second = torch.randn(600), torch.randn(600)
-    encoded = ENCODERS[wire](first)
+    encoded = BLOCKS[wire].encode(first)
     read, payload = encoded.read(), bytes(encoded.payload)
     before = read.clone()
-    ENCODERS[wire](second).read()
+    BLOCKS[wire].encode(second).read()
     assert torch.equal(read, before)
     assert bytes(encoded.payload) == payload
 

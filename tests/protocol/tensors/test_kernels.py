@@ -18,7 +18,6 @@ from diloco_protocol.errors import ProtocolError
 from diloco_protocol.kernels import Kernels, Source
 from diloco_protocol.tensors.codecs import (
     BLOCKS,
-    ENCODERS,
     add_code,
     checksum,
     decode_chunk,
@@ -81,7 +80,7 @@ def shifted(payload: bytes, by: int) -> memoryview:
 @pytest.mark.parametrize("wire", QUANTIZED)
 @given(values=vectors())
 def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
-    ours, theirs = both(lambda: ENCODERS[wire](values.clone()))
+    ours, theirs = both(lambda: BLOCKS[wire].encode(values.clone()))
     assert bytes(ours.payload) == bytes(theirs.payload)
     read, wanted = both(ours.read)
     assert same(read, wanted)
@@ -124,7 +123,7 @@ def test_decoders_read_the_same_values(wire: str, data: bytes, elements: int, by
     if wire == "int4z":
         with by_torch():
             numbers = torch.frombuffer(bytearray(payload * 2), dtype=torch.int8)[:elements].float()
-            payload = data[:2] + bytes(ENCODERS[wire](numbers).payload)[2:]
+            payload = data[:2] + bytes(BLOCKS[wire].encode(numbers).payload)[2:]
 
     def read() -> Tensor:
         return decode_chunk(span_of(elements), shifted(payload, by), wire)
@@ -141,7 +140,7 @@ def test_decoders_read_the_same_values(wire: str, data: bytes, elements: int, by
 def test_sparse_chunks_are_refused_alike_or_read_alike(
     values: Tensor, spoilt: list[tuple[int, int]], by: int
 ) -> None:
-    payload = bytearray(ENCODERS["sparse"](values).payload)
+    payload = bytearray(BLOCKS["sparse"].encode(values).payload)
     for at, byte in spoilt:
         payload[at] = byte
 
@@ -164,7 +163,7 @@ def test_codes_are_added_alike(
     count = min(values.numel(), start.numel())
     values, start = values[:count].clone(), start[:count].clone()
     with by_torch():
-        payload = bytes(ENCODERS[wire](values).payload)
+        payload = bytes(BLOCKS[wire].encode(values).payload)
     out, wanted = torch.empty(count), torch.empty(count)
 
     with by_kernels():
@@ -184,7 +183,7 @@ def chunk_in(wire: str, values: Tensor, by: int = 0) -> tuple[Source, Tensor]:
             payload = bytes(values.to(PLAIN[wire]).view(torch.uint8).numpy())
             source = Source.of(torch.frombuffer(shifted(payload, by), dtype=PLAIN[wire]))
         else:
-            payload = bytes(ENCODERS[wire](values).payload)
+            payload = bytes(BLOCKS[wire].encode(values).payload)
             source = BLOCKS[wire].source(shifted(payload, by), values.numel())
         return source, decode_chunk(span_of(values.numel()), bytearray(payload), wire).float()
 

@@ -15,7 +15,7 @@ from diloco_broker import BrokerConfig
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import SPARSE_KEPT, span_bytes
 from diloco_protocol.errors import ProtocolError, UsageError
-from diloco_protocol.tensors.codecs import ENCODERS, decode_chunk
+from diloco_protocol.tensors.codecs import BLOCKS, decode_chunk
 from kit.paths import ROOT
 from kit.raw_codecs import bf16_of, bits_of, fp32, from_bf16
 
@@ -85,7 +85,7 @@ def read(payload: bytes, elements: int, wire: str = "sparse") -> torch.Tensor:
 
 
 def sent(values: torch.Tensor, wire: str = "sparse") -> bytes:
-    return bytes(ENCODERS[wire](values).payload)
+    return bytes(BLOCKS[wire].encode(values).payload)
 
 
 def normal(elements: int) -> torch.Tensor:

@@ -104,9 +104,7 @@ class Figures:
     # push is the last entry.
     norms: dict[int, float] = field(default_factory=dict)
     sent: dict[int, SentUpdate] = field(default_factory=dict)  # by fragment
-    same_as: str | None = (
-        None  # another worker whose last update from the same version was identical
-    )
+    same_as: str | None = None  # a worker whose last update from the same version was identical
     is_known_as_alike: bool = False  # it was warned about already
     staleness: int = 0
     last_round: int | None = None
@@ -350,12 +348,7 @@ class Membership:
                 member.lanes.clear()
 
     def admit(
-        self,
-        join: messages.Join,
-        session: bytes,
-        route: effects.Route,
-        now: float,
-        run_time: float,
+        self, join: messages.Join, session: bytes, route: effects.Route, now: float, run_time: float
     ) -> Member:
         member = Member(
             join.worker_id,

@@ -19,39 +19,25 @@ def check(peer: Peer | None, message: messages.Message) -> None:
     """Raise ProtocolError if this key does not permit this message."""
     if peer is None:
         return
+    role, may_not = peer.role, ""
     match message:
-        case messages.Attach(relay=name):
-            _check_relay(peer, name)
-        case messages.Control(action=action):
-            if action not in _MAY_ASK.get(peer.role, {action}):
-                raise _not_allowed(
-                    f"{peer} may not request {action!r:.60}; use the key of an operator."
-                )
-        case messages.Join():
-            if peer.role is not Role.WORKER:
-                raise _not_allowed(f"{peer} may not train; use the key of a worker.")
-            if message.worker_id != peer.name:
-                raise _not_allowed(
-                    f"{peer} may train only under its own name, not as {message.worker_id!r:.80}; omit "
-                    "worker_id, or use the key of that worker."
-                )
-        case messages.Promise() if peer.role is not Role.OPERATOR:
-            raise _not_allowed(f"{peer} may not be a standby; use the key of an operator.")
-        case messages.Probe() if peer.role is Role.MONITOR:
-            raise _not_allowed(
-                f"{peer} may not send probes; use the key of a worker or an operator."
-            )
-        case messages.Pull(session=None) | messages.Credit(session=None) if (
-            peer.role is Role.MONITOR
-        ):
-            raise _not_allowed(
-                f"{peer} may not read the model; use the key of a worker or an operator."
-            )
-
-
-def _check_relay(peer: Peer, name: str) -> None:
-    if peer != Peer(Role.RELAY, name):
-        raise _not_allowed(f"{peer} may not be the relay {name!r:.80}; use the key of that relay.")
+        case messages.Attach(relay=name) if peer != Peer(Role.RELAY, name):
+            may_not = f"be the relay {name!r:.80}; use the key of that relay"
+        case messages.Control(action=action) if action not in _MAY_ASK.get(role, {action}):
+            may_not = f"request {action!r:.60}; use the key of an operator"
+        case messages.Join() if role is not Role.WORKER:
+            may_not = "train; use the key of a worker"
+        case messages.Join(worker_id=name) if name != peer.name:
+            text = f"{peer} may train only under its own name, not as {name!r:.80}; omit worker_id, or "
+            raise _not_allowed(f"{text}use the key of that worker.")
+        case messages.Promise() if role is not Role.OPERATOR:
+            may_not = "be a standby; use the key of an operator"
+        case messages.Probe() if role is Role.MONITOR:
+            may_not = "send probes; use the key of a worker or an operator"
+        case messages.Pull(session=None) | messages.Credit(session=None) if role is Role.MONITOR:
+            may_not = "read the model; use the key of a worker or an operator"
+    if may_not:
+        raise _not_allowed(f"{peer} may not {may_not}.")
 
 
 def signed(peer: Peer | None, control: messages.Control) -> messages.Control:

@@ -41,9 +41,8 @@ def _adapters(state: RunState) -> Iterator[str]:
 
 def _short(state: RunState, made: int) -> Iterator[str]:
     config, totals = state.config, state.totals
-    cycle = (
-        config.num_fragments * config.outer_schedule.size
-    )  # rounds in which each is stepped once
+    # Rounds in which each fragment is stepped once.
+    cycle = config.num_fragments * config.outer_schedule.size
     planned = []
     if config.max_rounds is not None:
         planned.append((config.max_rounds / cycle, f"--max-rounds {config.max_rounds}"))

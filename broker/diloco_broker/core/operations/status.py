@@ -16,7 +16,7 @@ from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.start import Start
 from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
-from diloco_broker.core.rounds.modes import mode_of, rules_of
+from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.state import RunState
 from diloco_broker.standby import fence
 from diloco_protocol import feed
@@ -400,12 +400,7 @@ def _relays(state: RunState, now: float) -> tuple[feed.Relay, ...]:
 
 
 def _worker(
-    state: RunState,
-    member: Member,
-    usual: Mapping[int, float | None],
-    now: float,
-    *,
-    health: str,
+    state: RunState, member: Member, usual: Mapping[int, float | None], now: float, *, health: str
 ) -> feed.Worker:
     figures = member.figures
     fragment, norm = next(reversed(figures.norms.items()), (0, None))
@@ -453,7 +448,7 @@ def _why(state: RunState) -> feed.Wait | None:
         return None
     left = None if why.until is None else round(why.until - now, 3)
     is_for_workers = why.reason in (Reason.WORKERS, Reason.PUSHES, Reason.GRACE)
-    workers = tuple(sorted(rules_of(state).missing(state))) if is_for_workers else ()
+    workers = tuple(sorted(state.round.lacking)) if state.round and is_for_workers else ()
     return feed.Wait(why.reason.value, workers, why.needed, _age(why.since, now), left)
 
 

@@ -10,7 +10,7 @@ the same parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -200,10 +200,6 @@ def tally(state: RunState) -> Tally:
     here = {each.worker_id for each in whole}
     enough_at = whole[0].whole_at if whole else None
     return Tally(len(here), False, len(state.members), enough_at)
-
-
-def missing(state: RunState) -> Set[str]:
-    return frozenset()  # no update waits for a worker
 
 
 def close(state: RunState) -> Effects:

@@ -11,7 +11,6 @@ from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.round import RemoteChunk
 from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.state import RunState
-from diloco_protocol.errors import Code
 from diloco_protocol.messages import Commit, Push
 
 
@@ -102,11 +101,8 @@ def refused(state: RunState, event: WorkRefused) -> Generator[Effect, None, bool
     if submission is None:
         return False
     state.submissions.drop(submission)
-    text = (
-        f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} is not finite or cannot be "
-        "read; the push is dropped, and the run continues without it."
-    )
-    yield from grants.refuse(state, work.fragment, submission.key, Code.NON_FINITE, text)
+    then = "the push is dropped, and the run continues without it"
+    yield from grants.refuse_values(state, work, then)
     return True
 
 

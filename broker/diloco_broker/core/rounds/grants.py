@@ -93,3 +93,15 @@ def refuse(
             code, text, push_id=push_id, about="push", counted=counted.to_bytes()
         )
         yield member.tell(error)
+
+
+def refuse_values(
+    state: RunState, work: effects.Fold | effects.Inspect, then: str, *, taken: Bitmap | None = None
+) -> effects.Effects:
+    """Refuse a push because of the values of a chunk; `then` says what becomes of the push."""
+    text = (
+        f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} is not finite or cannot be "
+        f"read; {then}."
+    )
+    key = (work.worker_id, work.push_id)
+    yield from refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)

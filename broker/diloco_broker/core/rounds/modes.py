@@ -6,7 +6,7 @@ select it and what the rest of the broker needs to know about it. No other code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,9 +55,6 @@ class Rules(Protocol):
 
     def tally(self, state: RunState) -> Tally:
         """Count the contributions of the open update."""
-
-    def missing(self, state: RunState) -> Set[str]:
-        """Return the workers that the open update waits for."""
 
     def close(self, state: RunState) -> Effects:
         """Begin the outer step, or refuse a push that cannot be in it. Only `close_if_due` calls it."""

@@ -153,9 +153,8 @@ class Update(ABC):
     barrier: Barrier | None = None  # None in asynchronous mode
     phase: Phase = field(default=Phase.OPEN, init=False)
     stepped: Bitmap = field(init=False)  # chunks whose outer step has been taken
-    is_lack_known: bool = field(
-        default=False, init=False
-    )  # workers were told that others are missing
+    # Workers were told that others are missing.
+    is_lack_known: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.stepped = Bitmap(self.size)
@@ -213,3 +212,8 @@ class Update(ABC):
         """Expected workers that have not begun."""
         barrier = self.barrier
         return barrier.expected - self.begun - barrier.skipped if barrier else set()
+
+    @property
+    def lacking(self) -> set[str]:
+        """Expected workers whose push is missing for the round to close."""
+        return self.missing

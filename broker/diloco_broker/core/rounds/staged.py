@@ -15,7 +15,7 @@ notified either way. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
@@ -84,8 +84,9 @@ class StagedRound(StagedUpdate):
         enough_at = self.quorum_at if self._has_quorum(floor) else None
         return Tally(len(here), is_complete, may_come, enough_at)
 
-    def lacks(self) -> set[str]:
-        """Expected workers whose push is not whole."""
+    @property
+    def lacking(self) -> set[str]:
+        """Expected workers whose push is not complete."""
         return self.barrier.expected - self._whole_of - self.barrier.skipped
 
     @property
@@ -224,10 +225,6 @@ def look(state: RunState) -> Effects:
 
 def tally(state: RunState) -> Tally:
     return _round(state).tally(state.floor)
-
-
-def missing(state: RunState) -> Set[str]:
-    return _round(state).lacks()
 
 
 def close(state: RunState) -> Effects:

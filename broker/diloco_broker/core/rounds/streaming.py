@@ -21,7 +21,7 @@ closes while a worker dies keeps the chunks that it delivered. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -88,12 +88,10 @@ class StreamingRound(Update):
     reached: list[float] = field(init=False)  # weight in the sum of each chunk
     # Contributions that owe each chunk; only while it is closing.
     owed: list[int] = field(default_factory=list, init=False)
-    stepping: Bitmap = field(init=False)  # chunks given out for the outer step
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reached = [0.0] * self.size
-        self.stepping = Bitmap(self.size)
 
     # Workers.
 
@@ -193,10 +191,7 @@ class StreamingRound(Update):
         """Begin to close."""
         self.phase = Phase.CLOSING
         self.owed = self._owed()
-        ready = [index for index in range(self.size) if not self.owed[index]]
-        for index in ready:
-            self.stepping.add(index)
-        return ready
+        return [index for index in range(self.size) if not self.owed[index]]
 
     def _owed(self) -> list[int]:
         owed = [0] * self.size
@@ -213,7 +208,6 @@ class StreamingRound(Update):
         for index in indexes:
             self.owed[index] -= 1
             if not self.owed[index]:
-                self.stepping.add(index)
                 ready.append(index)
         return ready
 
@@ -226,11 +220,7 @@ class StreamingRound(Update):
             assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)
         if self.phase is Phase.CLOSING:
             assert self.owed == self._owed(), "chunks that are owed are miscounted"
-            for index, owed in enumerate(self.owed):
-                assert (owed == 0) == (index in self.stepping), (
-                    f"chunk {index} is not being stepped"
-                )
-        assert all(i in self.stepping for i in self.stepped)
+            assert not any(self.owed[i] for i in self.stepped), "a chunk was stepped too early"
         live = [c.worker_id for c in self.contributions.values() if c.ended is None]
         assert len(live) == len(set(live)), "a worker has two live contributions"
 
@@ -361,12 +351,9 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
     is_news = round_.contributions[key].ended is not Ended.VOIDED
     ready = round_.refused(key, work.index)
     if is_news:
-        text = (
-            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} is not finite or cannot be "
-            "read; the rest of the push is void, and the round continues without it."
-        )
         taken = round_.contributions[key].arrived
-        yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
+        then = "the rest of the push is void, and the round continues without it"
+        yield from grants.refuse_values(state, work, then, taken=taken)
     yield from _step(state, round_, ready)
     yield from _let_in(state, round_, work.worker_id)
 
@@ -387,10 +374,6 @@ def commit(state: RunState, member: Member, commit: Commit) -> None:
 
 def tally(state: RunState) -> Tally:
     return _round(state).tally()
-
-
-def missing(state: RunState) -> Set[str]:
-    return _round(state).missing
 
 
 def close(state: RunState) -> Effects:

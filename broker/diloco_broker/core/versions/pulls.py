@@ -192,6 +192,7 @@ def _read(state: RunState, reader: Reader, pull: messages.Pull) -> effects.Effec
 
 def give_up(state: RunState) -> effects.Effects:
     """Disconnect readers that stopped in the middle of a version, since the broker keeps it for them."""
-    for reader in state.versions.given_up(state.now):
+    stopped = [each for each in state.versions.readers.values() if each.has_stopped(state.now)]
+    for reader in stopped:
         state.versions.forget(reader.route)
         yield effects.Disconnect(reader.route)

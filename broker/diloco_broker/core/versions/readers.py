@@ -70,9 +70,8 @@ class Reader:
     heard_at: float  # when it last sent a pull or credit
     starved_since: float | None = None  # since when chunks are ready and it has no credit
     lanes: dict[int, Outlet] = field(default_factory=dict)
-    lane_map: list[list[int]] | None = (
-        None  # by fragment, the lane of each chunk; None: all are on lane 0
-    )
+    # By fragment, the lane of each chunk; None: all are on lane 0.
+    lane_map: list[list[int]] | None = None
     probed_at: float = 0.0
     downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
     waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter of its version
@@ -86,7 +85,7 @@ class Reader:
         have waited for the version for hours.
         """
         if not self.downloads:  # most, whenever they are asked
-            self.stands_since = None
+            self.starved_since = None
             return False
         lacks_credit = any(
             each.ready.get(lane)

@@ -1,8 +1,4 @@
-"""Records of checkpoints and model files: everything but the tensors.
-
-The core makes the record of a run at the end of a round. By the time the loop writes it, the next round
-may have opened in the state, though no tensor has changed yet.
-"""
+"""Records of checkpoints and model files: everything but the tensors."""
 
 from __future__ import annotations
 

@@ -192,10 +192,6 @@ class VersionStore:
         for fragment, share in enumerate(shares):
             reader.give(fragment, lane, share)
 
-    def given_up(self, now: float) -> list[Reader]:
-        """Readers that stopped in the middle of a version; see `Reader.has_stopped`."""
-        return [reader for reader in self.readers.values() if reader.has_stopped(now)]
-
     def forget(self, route: effects.Route | None) -> None:
         """Remove the reader that has this connection, with all its connections."""
         found = [

@@ -66,23 +66,21 @@ class TensorExecutor:
         return bool(self._queue)
 
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
+        if not isinstance(work, effects.AtOnce):
+            self._queue.add(work)
+            return
+        self._finish_all()
         match work:
             case effects.SetOuterOptimizer(config, own):
-                self._finish_all()
                 self._tune(config, own)
             case effects.Revert(fragment):
-                self._finish_all()
                 self._revert(fragment)
             case effects.DropInitial(fragments):
-                self._finish_all()
                 self._queue.add(work)
                 self._drop(fragments)
             case effects.ForgetBuffer(fragment):
-                self._finish_all()
                 assert self._parameters is not None
                 self._parameters.forget_buffer(fragment)
-            case _:
-                self._queue.add(work)
 
     def _tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
         """Change settings of the outer optimizer, which keeps its state."""

@@ -12,7 +12,7 @@ and t = `count` the number of gradients of this fragment before this one. A *bou
                                                theta -= eta ((1 - cN + c) mu m + g/N)
     dn direct  theta -= eta g                  Nesterov step on the mean            see Buffered
     fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
-    sgd        theta -= eta share g            the same
+    sgd        -                               theta -= eta share g: Nesterov with mu = 0
     cgad       -                               Adam step on g, a push with less   arXiv 2605.09126
                                                weight the staler it is
 
@@ -22,14 +22,14 @@ result must have no effect, and a state that is being saved must not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from diloco_broker.config.schedule import UNCHANGING, OuterSchedule
+from diloco_broker.config.schedule import OuterSchedule
 from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol import kernels
 
@@ -92,9 +92,7 @@ class Nesterov:
         m <- mu m + g;   theta <- theta - eta (g + mu m)     Nesterov
                          theta <- theta - eta m              classical
 
-    This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit. torch's
-    fused kernel gives the same result, but works in place, so it needs two copies first: it is not
-    faster than these operations on slices that stay in the cache.
+    This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit.
     """
 
     size: ClassVar[int] = 1
@@ -109,7 +107,16 @@ class Nesterov:
         return replace(self, lr=lr, momentum=momentum, warms_up=self.momentum > 0)
 
     def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
-        return self.step_by_pieces(theta, [gradient], state)
+        update, after = gradient, {}
+        if self.momentum or self.warms_up:
+            before, kept = state.get(MOMENTUM), empty_like(theta)
+            if before is None:
+                kept.copy_(gradient)
+            else:
+                torch.mul(before, self.momentum, out=kept).add_(gradient)
+            update = gradient.add_(kept, alpha=self.momentum) if self.nesterov else kept
+            after = {MOMENTUM: kept}
+        return torch.add(theta, update, alpha=-self.lr, out=empty_like(theta)), after
 
     def step_by_kernel(
         self,
@@ -138,57 +145,6 @@ class Nesterov:
         out = (moved, after, sent)
         is_fine = fast.nesterov(*gradient, theta, before, settings=settings, out=out)
         return (moved, {} if after is None else {MOMENTUM: after}), sent if is_fine else None
-
-    def step_by_pieces(
-        self,
-        theta: Tensor,
-        gradient: Iterable[Tensor],
-        state: State,
-        made: Callable[[Tensor], object] = lambda _: None,
-    ) -> Stepped:
-        """`step` with the gradient in slices of equal length (the last may be shorter).
-
-        Args:
-            theta: parameters, fp32, 1-D; not changed.
-            gradient: its slices; each is overwritten before the next is requested.
-            state: as in `step`.
-            made: called with each slice of the new parameters.
-        """
-        moved = empty_like(theta)
-        has_momentum = self.momentum or self.warms_up
-        momentum, remembered = (
-            state.get(MOMENTUM),
-            empty_like(theta) if has_momentum else None,
-        )
-        start = 0
-        for piece in gradient:
-            part = slice(start, start := start + piece.numel())
-            update = piece
-            if remembered is not None:
-                after = remembered[part]
-                if momentum is None:
-                    after.copy_(piece)
-                else:
-                    torch.mul(momentum[part], self.momentum, out=after).add_(piece)
-                update = piece.add_(after, alpha=self.momentum) if self.nesterov else after
-            made(torch.add(theta[part], update, alpha=-self.lr, out=moved[part]))
-        return moved, {} if remembered is None else {MOMENTUM: remembered}
-
-
-@dataclass(frozen=True)
-class Sgd:
-    """theta <- theta - eta share g: no momentum; `share` is 1/workers if g is a single push."""
-
-    size: ClassVar[int] = 1
-
-    lr: float
-    share: float = 1.0
-
-    def at(self, schedule: OuterSchedule, count: int) -> Nesterov:
-        return Nesterov(self.lr * schedule.factor(count) * self.share, momentum=0.0)
-
-    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
-        return self.at(UNCHANGING, count).step(theta, gradient, state)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from diloco_broker.tensors.outer.chunked import (
     ChunkOuter,
     DelayedNesterov,
     Nesterov,
-    Sgd,
 )
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -44,7 +43,7 @@ OUTERS: dict[str, Callable[[BrokerConfig], ChunkOuter]] = {
     "nesterov": _nesterov,
     "dn": _delayed,
     "fedbuff": lambda config: Buffered(_nesterov(config), config.dn_size),
-    "sgd": lambda config: Sgd(config.outer_lr, share_of(config)),
+    "sgd": lambda config: Nesterov(config.outer_lr * share_of(config), momentum=0.0),
     "cgad": _adam,
 }
 """By name in `--outer`: functions that make the optimizer, unless a factory does."""
@@ -79,8 +78,7 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
             "parameters and returns a torch.optim.Optimizer."
         )
     instead = dict.fromkeys(
-        ("outer_lr", "outer_momentum", "nesterov"),
-        "set it in the returned optimizer",
+        ("outer_lr", "outer_momentum", "nesterov"), "set it in the returned optimizer"
     )
     if config.outer is None:
         instead |= dict.fromkeys(("dn_buffer", "dn_c", "dn_variant"), "also give --outer fedbuff")

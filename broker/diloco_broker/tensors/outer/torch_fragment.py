@@ -52,10 +52,7 @@ class TorchFragment:
     """
 
     def __init__(
-        self,
-        factory: OuterOptimizerFactory,
-        layout: FragmentLayout,
-        masters: list[Tensor | None],
+        self, factory: OuterOptimizerFactory, layout: FragmentLayout, masters: list[Tensor | None]
     ) -> None:
         places = [place for place in layout.places if place.segment is Segment.PARAMETERS]
         spans = [span for span in layout.spans if span.segment is Segment.PARAMETERS]

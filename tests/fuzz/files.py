@@ -232,5 +232,5 @@ def _split(draws: Draws, folder: Path) -> None:
 
 
 READERS: list[Callable[[Draws, Path], None]] = [
-    *(_checkpoint, _checkpoint, _checkpoint, _model, _keys, _history, _split),
+    *(_checkpoint, _checkpoint, _checkpoint, _model, _keys, _history, _split)
 ]

@@ -51,7 +51,7 @@ CONFIGS = [(WHOLE, ()), (SPLIT, (0, 1, 2, 2, 3)), (replace(WHOLE, mode="async", 
 MOST_EVENTS = 200
 MOST_EFFECTS = 300  # of one event: the chunks of a fragment, and a notice for each
 FROM_BROKER = [
-    *("welcome", "grant", "ack", "released", "notice", "rejoin", "error", "chunk", "result"),
+    *("welcome", "grant", "ack", "released", "notice", "rejoin", "error", "chunk", "result")
 ]
 NOTICES = ["ping", "describe", "seed", "shutdown", "restarting", "deferred", "kicked", "waiting"]
 NOTICES += ["sync_every", "alive", "\x1b", ""]

@@ -1,7 +1,5 @@
 """The recipes for other people's trainers, each with the real library, small and on CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

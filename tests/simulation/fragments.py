@@ -9,7 +9,7 @@ from simulation.tensors import Code, Codes, Delta, Wire, demand
 
 
 class Fragments:
-    """See the head of this module, and `diloco_worker.transport.executor.Memory`.
+    """The session's `diloco_worker.transport.executor.Memory`.
 
     Args:
         layout_of: how a fragment is cut.

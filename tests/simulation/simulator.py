@@ -26,11 +26,8 @@ from simulation.relays import RelayHost
 from simulation.standby import DRIFT, HUB, PLACES, STANDBY, StandbyHost, copy_checkpoints, look
 from simulation.tensors import Violation
 from simulation.training import Habits
-from simulation.troubles import NO_TROUBLES, Accidents, Troubles
+from simulation.troubles import Accidents, Troubles
 from simulation.worker import Worker
-
-__all__ = ["NO_TROUBLES", "Scenario", "Simulation", "Troubles"]
-
 
 BUSY = {"forces": 0.01, "blunders": 0.01, "repeats": 0.02}
 
@@ -93,8 +90,6 @@ class Scenario:
 
 
 class Simulation:
-    """One run; see the head of this module."""
-
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
         self.seed = seed

@@ -52,8 +52,6 @@ def _waiting() -> Generator[None, None, None]:
 
 
 class Training:
-    """See the head of this module."""
-
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.state: SyncState | None = None  # what the boundary decides by, once the model is here

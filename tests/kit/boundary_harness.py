@@ -50,7 +50,7 @@ def version(counter: int) -> VersionId:
 
 @dataclass
 class Trainer:
-    """See the head of this module.
+    """The ports of a boundary, which it runs until it waits.
 
     Attributes:
         link: how it stands; `changes` changes it.

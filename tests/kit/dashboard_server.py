@@ -90,6 +90,10 @@ class Site:
         self.port, self.server, self.source = port, server, source
         self.address = f"http://127.0.0.1:{port}"
 
+    def with_token(self, token: str = TOKEN) -> str:
+        """The address of its page."""
+        return f"{self.address}/?token={token}"
+
     @contextmanager
     def sent(
         self, method: str, path: str, body: Any = None, **headers: str

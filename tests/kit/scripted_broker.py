@@ -2,9 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -215,16 +214,6 @@ class ScriptedBroker:
             pull = self.hears(Pull)
             if pull.fragment == fragment:
                 return pull
-
-
-@contextmanager
-def scripted_broker(**config: Any) -> Iterator[ScriptedBroker]:
-    broker = ScriptedBroker()
-    broker.config = run_config(**config)
-    try:
-        yield broker
-    finally:
-        broker.close()
 
 
 class Descent:

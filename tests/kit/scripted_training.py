@@ -30,7 +30,7 @@ def layers(count: int = 3) -> nn.Module:
 
 
 class ScriptedTraining:
-    """See the head of this module. Training runs in a thread beside the test's.
+    """Trains in a thread beside the test's.
 
     Attributes:
         broker: says what it is told to.
@@ -145,11 +145,11 @@ class ScriptedTraining:
         self.trains(number)
         self.done()
 
-    def round(self, steps: int, counter: int, value: float = 100.0, **told: Any) -> Push:
+    def round(self, steps: int, counter: int, value: float = 100.0) -> Push:
         """Steps to a boundary, and its round: the push is in the version of this number."""
         self.trains(steps)
         push, _ = self.takes()
-        self.serves(value, counter, push, **told)
+        self.serves(value, counter, push)
         self.done()
         return push
 
@@ -168,9 +168,9 @@ class ScriptedTraining:
         pushes = () if push is None else (push.push_id,)
         self.broker.serves(self.filled(value, fragment), version(counter), *pushes, **told)
 
-    def brings(self, value: float, counter: int, push: Push | None = None, **told: Any) -> None:
+    def brings(self, value: float, counter: int, push: Push | None = None) -> None:
         """The same, until it is there for the training thread, which has not looked at it yet."""
-        self.serves(value, counter, push, **told)
+        self.serves(value, counter, push)
         self.hears_news()
 
     def filled(self, value: float, fragment: int = 0) -> FlatState:

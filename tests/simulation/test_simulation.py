@@ -135,9 +135,7 @@ def test_every_promise_holds_where_versions_come_as_differences(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async", "async-dylu"])
-def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
-    mode: str, seed: int
-) -> None:
+def test_every_promise_holds_where_replies_are_merged_on_arrival(mode: str, seed: int) -> None:
     scenario = a_scenario(mode, True, seed)
     config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
     assert Simulation(replace(scenario, config=config), seed).run().counted() > 0
@@ -147,9 +145,7 @@ def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
 @pytest.mark.parametrize("saved", [0, 2, 3], ids=["once", "durable", "rewind"])  # of `SAVING`
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
-def test_each_unit_that_is_counted_is_in_the_parameters_once(
-    mode: str, streams: bool, saved: int
-) -> None:
+def test_each_counted_unit_is_in_the_parameters_once(mode: str, streams: bool, saved: int) -> None:
     scenario = a_scenario(mode, streams, seed=1, saved=saved)
     run = Simulation(replace(scenario, has_units=True), seed=1).run()
     assert len(counted(run)) > 10
@@ -213,9 +209,7 @@ def with_restarts(scenario: Scenario) -> Scenario:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
-def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
-    mode: str, seed: int
-) -> None:
+def test_run_continues_from_versions_of_workers_after_a_restart(mode: str, seed: int) -> None:
     scenario = with_restarts(a_scenario(mode, seed % 2 == 0, seed, saved=0))
     assert Simulation(scenario, seed).run().referee.versions_made > 0
 

@@ -120,7 +120,6 @@ def queries() -> list[str]:
 
 
 def alerts() -> list[str]:
-    """The condition of every alert rule."""
     return [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
 
 

@@ -136,7 +136,6 @@ class Run:
 
     @property
     def _progress(self) -> tuple[int, int]:
-        """Versions, and incarnations of workers, up to now."""
         incarnations = sum(1 for _ in self.out.glob("*.worker.jsonl"))
         return len(self.audit.read_text().splitlines()) if self.audit.exists() else 0, incarnations
 

@@ -65,9 +65,6 @@ class Run:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.told()}") from None
 
-    def waits_for_state(self, job: str, state: str | None) -> None:
-        self.cluster.wait(lambda: self.cluster.jobs().get(job) == state, f"{job}: {state}")
-
     def waits_for_the_end(self, within_s: float = 120.0) -> None:
         def is_over() -> bool:
             self.cluster.start_now()

@@ -75,7 +75,6 @@ class Words:
         return made
 
     def changed(self, draws: Draws, record: R) -> R:
-        """The same with one field of it changed."""
         of: Any = record
         hints = get_type_hints(type(of))
         name = draws.one_of([each.name for each in dataclasses.fields(of)])

@@ -61,8 +61,6 @@ MOST_TICKS_AT_ONCE = 20
 
 
 class Play:
-    """One input, acted out."""
-
     def __init__(self, draws: Draws, places: int = 1) -> None:
         self.draws, self.words = draws, Words()
         dice = random.Random(1)

@@ -21,7 +21,6 @@ TOKEN = "the-token-of-these-tests"
 
 
 def a_worker(name: str, **keys: Any) -> dict[str, Any]:
-    """A worker as the feed shows it."""
     return worker(name, **{"sync_age_s": 31.0, **keys})
 
 
@@ -71,8 +70,6 @@ class Publisher(feed_snapshots.Publisher):
 
 
 class Answer:
-    """Status, headers and body of one answer."""
-
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.getheaders()}
@@ -91,7 +88,6 @@ class Site:
         self.address = f"http://127.0.0.1:{port}"
 
     def with_token(self, token: str = TOKEN) -> str:
-        """The address of its page."""
         return f"{self.address}/?token={token}"
 
     @contextmanager

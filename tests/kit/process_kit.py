@@ -122,7 +122,6 @@ class Child:
         return str(wait_for(line))
 
     def address(self) -> str:
-        """Of a broker."""
         return self.says("control ").split()[1]
 
     def gets(self, which: signal.Signals) -> None:
@@ -134,7 +133,6 @@ class Child:
         self.process.join(PATIENCE_S)
 
     def ends(self, within: float = PATIENCE_S) -> int:
-        """Its exit code."""
         self.process.join(within)
         assert self.process.exitcode is not None, f"it has not ended in {within} s:\n{self.output}"
         self._reader.join(PATIENCE_S)

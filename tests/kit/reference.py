@@ -209,7 +209,6 @@ class GlobalModel:
         return state_of(self.model)
 
     def base(self, fragment: int) -> State:
-        """The values of a fragment as they are now."""
         return {name: self.values[name] for name in self.fragments[fragment]}
 
     def advance(

@@ -197,7 +197,6 @@ class UnitWorker:
         self.units.check_invariants()
 
     def ticks(self) -> None:
-        """A second later: send the deferred messages."""
         self._do(self.units.tick(self.stage.now + 1.0))
 
     def _do(self, effects: Iterable[Effect]) -> None:

@@ -169,7 +169,6 @@ def copies(hook: DiLoCoWorker) -> Copies:
 
 
 def assert_equal_copies(held: Sequence[Copies]) -> None:
-    """Whoever holds the same version holds the same bits."""
     first: Copies = {}
     for each in held:
         for name, vectors in each.items():

@@ -52,7 +52,6 @@ class Fragments:
         return 0
 
     def assembled(self, fragment: int) -> tuple[Wire, ...]:
-        """The chunks that have arrived, in order."""
         parts = self._assembly[fragment]
         return tuple(parts[index] for index in sorted(parts))
 

@@ -26,8 +26,6 @@ from simulation.tensors import Record, Tensors, Wire, as_held, demand
 
 @dataclass(frozen=True)
 class Published:
-    """A version as it was released."""
-
     wires: tuple[Wire, ...]
     ledger: Ledger
 

@@ -163,7 +163,6 @@ class Simulation:
 
     @property
     def fingerprint(self) -> object:
-        """The same for the same seed."""
         tags = [each.version for each in self.broker.core.state.versions.fragments]
         return tags, self.world.events, self.broker.messages, self.world.now
 
@@ -234,7 +233,6 @@ class Simulation:
     def connection(
         self, place: str, owner: str, to_worker: Listener, weather: Weather | None = None
     ) -> Connection:
-        """A new one, to the broker or a relay."""
         self._routes += 1
         return Connection(
             self.world,
@@ -309,7 +307,6 @@ class Simulation:
     # Relays.
 
     def place_of(self, worker: Worker) -> str:
-        """Where this process connects."""
         if not self.scenario.relays:
             return PLACES[worker.place]
         if worker.name not in self._places:

@@ -81,7 +81,6 @@ class Training:
         )
 
     def wire_dtype(self) -> str:
-        """What its pseudo-gradients travel in."""
         config = self.worker.session.config
         assert config is not None
         return str(self.worker.habits.wants.get("wire_dtype") or config.wire_dtype)

@@ -276,7 +276,6 @@ CHUNKS = 20
 
 
 def step(model: Layers, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One optimizer step on the batch of this number."""
     x = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(100 + number))
     optimizer.zero_grad()
     model.layers[0](x).pow(2).mean().backward()

@@ -15,8 +15,11 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import Segment, VersionId
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.ports import LocalPorts
-from kit.process_kit import LOCAL, PATIENCE_S
+from kit.process_kit import LOCAL
 from kit.reference import Outcome, Plan, State, Trainee, one_thread, state_of, streaming
+
+# The longest that any of these runs may take; they take a second or two.
+PATIENCE_S = 40.0
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Event = Callable[[DiLoCoWorker, int, int], None]  # hook, worker, step

@@ -288,7 +288,8 @@ def reached() -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(H):
         step(model, optimizer, number)
-    return model.state_dict()[name_of(0)]
+    weight: Tensor = model.state_dict()[name_of(0)]
+    return weight
 
 
 def train_from_checkpoint(address: str, path: Path, save_at: int) -> None:

@@ -99,7 +99,7 @@ def test_workflow_calls_targets_that_there_are(workflow: Path) -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda each: str(each.stem))
-def test_job_has_twice_the_time_of_what_it_runs_and_actions_are_of_a_version(
+def test_job_has_twice_the_time_of_what_it_runs_and_pinned_actions(
     workflow: Path,
 ) -> None:
     for name, job in yaml.safe_load(workflow.read_text())["jobs"].items():
@@ -120,7 +120,6 @@ def queries() -> list[str]:
 
 
 def alerts() -> list[str]:
-    """The condition of every alert rule."""
     return [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
 
 

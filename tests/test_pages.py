@@ -22,7 +22,12 @@ from diloco_tools.command import SUBCOMMANDS, load
 from kit.paths import ROOT
 from kit.process_kit import Processes
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(page for name in ("docs", ".github") for page in (ROOT / name).rglob("*.md")),
+    ]
+)
 PROJECT = (ROOT / "pyproject.toml").read_text()
 # Commands that this project installs, by name: module and the name of the app in it.
 OURS = dict(re.findall(r'^(diloco[\w-]*) = "([\w.]+:\w+)"$', PROJECT, re.MULTILINE))
@@ -237,22 +242,13 @@ def test_first_run_of_the_front_page_trains(processes: Processes, tmp_path: Path
     assert [worker.ends() for worker in workers] == [0, 0]
 
 
-FOLDERS = [ROOT / name for name in (".github", "docs")]
-LINKED = sorted(
-    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
-)
 # A path of ours in backticks: `broker/diloco_broker/core/machine.py`, `tests/kit`.
 NAMED = re.compile(r"`((?:protocol|broker|worker|tools|tests)/[\w/.-]+)`")
 
 
-def without_code(page: Path) -> str:
-    text = page.read_text()
-    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("page", LINKED, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_named_files_are_there(page: Path) -> None:
-    text = without_code(page)
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     for path in NAMED.findall(text):
@@ -267,6 +263,6 @@ def test_tests_that_pages_name_are_there() -> None:
     for path in modules:
         known |= set(re.findall(r"def (test_\w+)", path.read_text()))
     named = {
-        name for page in LINKED for name in re.findall(r"`(?:\w+/)*(test_\w+)", page.read_text())
+        name for page in PAGES for name in re.findall(r"`(?:\w+/)*(test_\w+)", page.read_text())
     }
     assert named and named <= known

@@ -136,7 +136,6 @@ class Run:
 
     @property
     def _progress(self) -> tuple[int, int]:
-        """Versions, and incarnations of workers, up to now."""
         incarnations = sum(1 for _ in self.out.glob("*.worker.jsonl"))
         return len(self.audit.read_text().splitlines()) if self.audit.exists() else 0, incarnations
 
@@ -183,9 +182,7 @@ def calm(cluster: Made, tmp_path_factory: pytest.TempPathFactory) -> float:
     return run.is_sound()
 
 
-def test_rank_and_broker_that_are_killed_come_back(
-    cluster: Made, tmp_path: Path, calm: float
-) -> None:
+def test_killed_rank_and_broker_come_back(cluster: Made, tmp_path: Path, calm: float) -> None:
     run = Run(cluster, tmp_path, "killed")
     run.waits_for_round(10)
     os.kill(int((run.out / "island-0.0.pid").read_text()), signal.SIGKILL)
@@ -223,9 +220,7 @@ def test_island_of_two_processes_is_one_worker(cluster: Made, tmp_path: Path, ca
     assert (run.out / "island-1.1.pid").exists()
 
 
-def test_run_takes_a_new_node_and_outlives_a_lost_one(
-    cluster: Made, tmp_path: Path, calm: float
-) -> None:
+def test_run_takes_a_node_and_outlives_its_loss(cluster: Made, tmp_path: Path, calm: float) -> None:
     run = Run(cluster, tmp_path, "elastic", islands=(1, 2), cpu=1)
     run.waits_for_round(5)
     assert incarnations(run.out, "island-1") == 0, "the cluster has no room for it"

@@ -65,9 +65,6 @@ class Run:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.told()}") from None
 
-    def waits_for_state(self, job: str, state: str | None) -> None:
-        self.cluster.wait(lambda: self.cluster.jobs().get(job) == state, f"{job}: {state}")
-
     def waits_for_the_end(self, within_s: float = 120.0) -> None:
         def is_over() -> bool:
             self.cluster.start_now()
@@ -113,9 +110,7 @@ def calm(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> flo
     return run.is_sound()
 
 
-def test_rank_and_broker_that_are_killed_come_back_where_they_were(
-    cluster: SlurmCluster, tmp_path: Path, calm: float
-) -> None:
+def test_killed_rank_and_broker_resume(cluster: SlurmCluster, tmp_path: Path, calm: float) -> None:
     run = Run(cluster, tmp_path, "killed")
     run.starts("--islands", "2", pause=0.02)
     run.waits_for("broker", "Round 10 closed")
@@ -129,7 +124,7 @@ def test_rank_and_broker_that_are_killed_come_back_where_they_were(
     assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
 
 
-def test_nodes_that_are_taken_away_save_and_the_run_comes_back_from_the_queue(
+def test_preempted_run_saves_and_resumes(
     cluster: SlurmCluster, tmp_path: Path, calm: float
 ) -> None:
     run = Run(cluster, tmp_path, "preempted")
@@ -148,9 +143,7 @@ def test_nodes_that_are_taken_away_save_and_the_run_comes_back_from_the_queue(
         assert re.search(r"(?s)stops at step (\d+).*begins at step \1\b", run.log(who)), run.told()
 
 
-def test_stopped_run_leaves_in_order_and_goes_on_when_it_is_started_again(
-    cluster: SlurmCluster, tmp_path: Path, calm: float
-) -> None:
+def test_stopped_run_leaves_and_resumes(cluster: SlurmCluster, tmp_path: Path, calm: float) -> None:
     run = Run(cluster, tmp_path, "stopped")
     run.starts("--islands", "2", pause=0.02)
     run.waits_for("broker", "Round 10 closed")
@@ -168,9 +161,7 @@ def test_stopped_run_leaves_in_order_and_goes_on_when_it_is_started_again(
     run.is_sound(calm)
 
 
-def test_island_of_two_nodes_is_queued_again_as_a_whole(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_island_of_two_nodes_is_requeued_whole(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, "wide")
     wide = ("--islands", "2", "--nodes-per-island", "2", "--restarts", "0")
     run.starts(*wide, pause=0.02, rounds=150, torchrun="--nproc-per-node=1")
@@ -184,9 +175,7 @@ def test_island_of_two_nodes_is_queued_again_as_a_whole(
     assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
 
 
-def test_island_that_comes_after_the_end_does_not_wait_for_a_broker(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_late_island_does_not_wait_for_a_broker(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, "late")
     run.starts("--islands", "1", rounds=3, pause=0.0)
     run.waits_for_the_end()
@@ -196,9 +185,7 @@ def test_island_that_comes_after_the_end_does_not_wait_for_a_broker(
     assert incarnations(run.out, "island-0") == 1
 
 
-def test_islands_leave_a_broker_that_is_gone_for_good(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_islands_leave_a_broker_that_is_gone(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, "orphans")
     run.starts("--islands", "2", "--restarts", "0", "--requeues", "0", pause=0.02, rounds=100_000)
     run.waits_for("broker", "Round 5 closed")

@@ -136,5 +136,5 @@ def _payload(draws: Draws) -> None:
 
 
 READERS: list[Callable[[Draws], None]] = [
-    *(_frames, _header, _record, _manifest, _description, _ledger, _snapshot, _payload),
+    *(_frames, _header, _record, _manifest, _description, _ledger, _snapshot, _payload)
 ]

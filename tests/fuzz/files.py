@@ -112,7 +112,6 @@ def bomb(draws: Draws) -> bytes:
 
 
 def safetensors(draws: Draws, sound: bytes) -> bytes:
-    """A file whose header is wrong."""
     (length,) = struct.unpack("<Q", sound[:8])
     header, body = json.loads(sound[8 : 8 + length]), sound[8 + length :]
     text = json.dumps(changed(draws, header)).encode() if draws.below(4) else bomb(draws)
@@ -232,5 +231,5 @@ def _split(draws: Draws, folder: Path) -> None:
 
 
 READERS: list[Callable[[Draws, Path], None]] = [
-    *(_checkpoint, _checkpoint, _checkpoint, _model, _keys, _history, _split),
+    *(_checkpoint, _checkpoint, _checkpoint, _model, _keys, _history, _split)
 ]

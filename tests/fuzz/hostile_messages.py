@@ -17,7 +17,7 @@ R = TypeVar("R")
 WHOLE = [0, 1, 2, 3, 7, 99, 255, 2**31, 2**32, 2**48, 2**53, 2**63, 2**64 - 1, -1, -(2**63)]
 REAL = [0.0, 1.0, 0.5, -1.0, 5e-324, 1e-30, 1e30, 1e300, 1.7e308, float("inf"), float("nan")]
 TEXTS = [
-    *("a", "b", "c", "", "fp32", "bf16", "training", "status", "\x1b[2J", "z" * 300, "\U0001f98a"),
+    *("a", "b", "c", "", "fp32", "bf16", "training", "status", "\x1b[2J", "z" * 300, "\U0001f98a")
 ]
 BYTES = [b"", b"\x00", b"\x05", b"\xff", b"\xff" * 9, b"x" * 16]
 LONGEST_ARRAY = 3
@@ -75,7 +75,6 @@ class Words:
         return made
 
     def changed(self, draws: Draws, record: R) -> R:
-        """The same with one field of it changed."""
         of: Any = record
         hints = get_type_hints(type(of))
         name = draws.one_of([each.name for each in dataclasses.fields(of)])

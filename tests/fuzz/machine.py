@@ -138,8 +138,6 @@ class WatchedStage(Stage):
 
 
 class Play:
-    """One input, acted out."""
-
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
         options = {**draws.one_of(MODES), **draws.one_of(SAVING)}

@@ -51,7 +51,7 @@ CONFIGS = [(WHOLE, ()), (SPLIT, (0, 1, 2, 2, 3)), (replace(WHOLE, mode="async", 
 MOST_EVENTS = 200
 MOST_EFFECTS = 300  # of one event: the chunks of a fragment, and a notice for each
 FROM_BROKER = [
-    *("welcome", "grant", "ack", "released", "notice", "rejoin", "error", "chunk", "result"),
+    *("welcome", "grant", "ack", "released", "notice", "rejoin", "error", "chunk", "result")
 ]
 NOTICES = ["ping", "describe", "seed", "shutdown", "restarting", "deferred", "kicked", "waiting"]
 NOTICES += ["sync_every", "alive", "\x1b", ""]
@@ -61,8 +61,6 @@ MOST_TICKS_AT_ONCE = 20
 
 
 class Play:
-    """One input, acted out."""
-
     def __init__(self, draws: Draws, places: int = 1) -> None:
         self.draws, self.words = draws, Words()
         dice = random.Random(1)

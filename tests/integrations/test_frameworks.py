@@ -23,9 +23,7 @@ FOLDER = Path(__file__).parent
         pytest.param("trainer_script.py", 0.0, marks=needs("transformers", "accelerate")),
     ],
 )
-def test_killed_and_resumed_script_comes_to_what_the_plain_loop_comes_to(
-    processes: Processes, script: str, rtol: float
-) -> None:
+def test_resumed_script_equals_plain_loop(processes: Processes, script: str, rtol: float) -> None:
     plain = trained(processes)
     ours = trained(processes, FOLDER / script, dies_at=7)
     for name, tensor in plain.items():
@@ -33,7 +31,7 @@ def test_killed_and_resumed_script_comes_to_what_the_plain_loop_comes_to(
 
 
 @needs("lightning")
-def test_a_model_that_fabric_wraps_in_ddp_shares_a_run_with_a_plain_one(
+def test_model_that_fabric_wraps_in_ddp_shares_a_run_with_a_plain_one(
     processes: Processes,
 ) -> None:
     address = processes.broker(**PATIENT).address()
@@ -47,7 +45,7 @@ def test_a_model_that_fabric_wraps_in_ddp_shares_a_run_with_a_plain_one(
 
 
 @needs("transformers", "accelerate", "peft")
-def test_adapters_that_were_killed_and_resumed_come_to_those_of_the_plain_loop(
+def test_killed_and_resumed_adapters_equal_those_of_the_plain_loop(
     processes: Processes,
 ) -> None:
     """They alone are trained, and they alone travel."""

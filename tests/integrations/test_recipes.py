@@ -1,7 +1,5 @@
 """The recipes for other people's trainers, each with the real library, small and on CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -40,9 +38,7 @@ def test_each_recipe_is_short_and_tested() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needed) for name, needed in LIBRARIES.items()]
 )
-def test_two_workers_that_follow_a_recipe_end_with_the_same_parameters(
-    processes: Processes, name: str
-) -> None:
+def test_workers_of_a_recipe_end_with_equal_parameters(processes: Processes, name: str) -> None:
     broker = processes.broker(**BROKER)
     env = {"DILOCO_SERVER": broker.address(), "DILOCO_NUM_SHARDS": "2"}
     env["HF_HUB_OFFLINE"] = "1"

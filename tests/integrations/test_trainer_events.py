@@ -161,9 +161,7 @@ def test_what_is_logged_reaches_those_that_report(trainer: MakeTrainer) -> None:
     assert made.state.log_history[-1]["diloco/pushes"] == 2
 
 
-def test_the_trainer_stops_and_saves_when_the_run_ends(
-    trainer: MakeTrainer, broker: Broker, tmp_path: Path
-) -> None:
+def test_stops_and_saves_at_the_end(trainer: MakeTrainer, broker: Broker, tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
     class EndsTheRun(TrainerCallback):
@@ -178,9 +176,7 @@ def test_the_trainer_stops_and_saves_when_the_run_ends(
     assert (tmp_path / "out" / f"checkpoint-{step}" / "diloco.pt").exists()
 
 
-def test_the_trainer_saves_when_an_operator_asks(
-    trainer: MakeTrainer, broker: Broker, tmp_path: Path
-) -> None:
+def test_saves_when_an_operator_asks(trainer: MakeTrainer, broker: Broker, tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
     asked: list[Result] = []
@@ -231,9 +227,7 @@ def test_keywords_are_checked_at_once_and_kept_in_the_checkpoint_as_plain_values
     assert moved.state()["args"]["options"] == {"pin_memory": False}
 
 
-def test_the_global_parameters_are_evaluated_if_asked(
-    trainer: MakeTrainer, broker: Broker, tmp_path: Path
-) -> None:
+def test_evaluates_global_parameters(trainer: MakeTrainer, broker: Broker, tmp_path: Path) -> None:
     from diloco_worker.transformers import DiLoCoCallback
 
     seen: list[dict[str, torch.Tensor]] = []

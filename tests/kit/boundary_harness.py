@@ -50,7 +50,7 @@ def version(counter: int) -> VersionId:
 
 @dataclass
 class Trainer:
-    """See the head of this module.
+    """The ports of a boundary, which it runs until it waits.
 
     Attributes:
         link: how it stands; `changes` changes it.
@@ -162,7 +162,6 @@ class Trainer:
         return self.wakes()
 
     def is_put_off(self, push: Push, round_: int) -> Trainer:
-        """The broker takes nothing of it before this round."""
         return self.is_granted(push, round_, Standing.WAIT)
 
     def is_deferred(self, fragment: int, round_: int) -> Trainer:
@@ -192,7 +191,6 @@ class Trainer:
     # What came of it.
 
     def waits(self) -> bool:
-        """Whether it stands still."""
         return self._is_waiting
 
     def all(self, kind: type[E]) -> list[E]:
@@ -209,7 +207,6 @@ class Trainer:
 
     @property
     def outcomes(self) -> list[str]:
-        """How the model was changed."""
         return [merge.outcome.value for merge in self.merged]
 
     @property

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.pages import PAGES, PATIENCE_MS
+from diloco_broker import Broker
+from diloco_tools.monitor.feed import model
+from kit.dashboard_server import Site
+from kit.pages import PAGES, PATIENCE_MS, serving
+from kit.whole_run import joined, make_config, mlp
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -66,3 +70,28 @@ def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
         context.close()
     PAGES.clear()  # a dashboard of the next test must not close them again
     assert complaints == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """STALE after 3 seconds instead of 10."""
+    monkeypatch.setattr(model, "LIVE_BELOW_S", 2.0)
+    monkeypatch.setattr(model, "STALE_ABOVE_S", 3.0)
+
+
+@pytest.fixture
+def live_broker() -> Iterator[Broker]:
+    with Broker(make_config(workers=2)) as made, joined(made, mlp(), 2):
+        yield made
+
+
+@pytest.fixture
+def live_site(live_broker: Broker) -> Iterator[Site]:
+    with serving(live_broker.feed_address) as made:
+        yield made
+
+
+@pytest.fixture
+def live(live_site: Site, opened: Callable[..., Page]) -> Page:
+    """The page of `live_broker`, which two workers have joined."""
+    return opened(live_site.with_token())

@@ -11,11 +11,10 @@ from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.parameters import FragmentTensors, Parameters
-from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
+from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 
-SHAPES = {0: {"embedding": (3, 5), "bias": (4,)}, 1: {"layer": (2, 3, 2), "gain": (), "head": (7,)}}
 MANIFEST = Manifest(
     (
         TensorEntry("embedding", (3, 5), "float32", Kind.TRAINABLE, ("tied",)),
@@ -27,12 +26,7 @@ MANIFEST = Manifest(
         TensorEntry("count", (2,), "int64", Kind.BUFFER),
     )
 )
-FRAGMENT_OF = {name: fragment for fragment, shapes in SHAPES.items() for name in shapes}
-
-
-def a_layout(chunk_elements: int = 4, fragments: int = 1) -> ModelLayout:
-    fragment_of = {name: number % fragments for name, number in FRAGMENT_OF.items()}
-    return lay_out(MANIFEST, fragment_of, num_fragments=fragments, chunk_elements=chunk_elements)
+FRAGMENT_OF = {"embedding": 0, "bias": 0, "layer": 1, "gain": 1, "head": 1}
 
 
 def wire(values: Tensor, dtype: torch.dtype = torch.float32) -> bytearray:
@@ -73,14 +67,15 @@ class ChunkedModel:
         *,
         fragments: int = 1,
         chunk_elements: int = 4,
-        wire: str = "fp32",
         reply: str = "fp32",
         **options: Any,
     ) -> None:
-        self.layout = a_layout(chunk_elements, fragments)
+        plan = {name: number % fragments for name, number in FRAGMENT_OF.items()}
+        self.layout = lay_out(
+            MANIFEST, plan, num_fragments=fragments, chunk_elements=chunk_elements
+        )
         self.reply = reply
-        self.wire = wire
-        self.tensors = Parameters(self.layout, outer, wire=wire, reply=reply, **options)
+        self.tensors = Parameters(self.layout, outer, wire="fp32", reply=reply, **options)
         self.start = [torch.randn(self.elements(p)) for p in range(fragments)]
         self.counts = [0] * fragments
         self.handed_out: list[memoryview] = []
@@ -133,7 +128,7 @@ class ChunkedModel:
         """The same by streaming."""
         done = []
         for span in self.spans(fragment):
-            payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, self.wire))
+            payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, "fp32"))
             assert fold(self.tensors, fragment, span.index, payload, 1.0) is not None
             done += self.tensors.step(fragment, span.index, 1.0, self.counts[fragment])()
         return self._took(fragment, done, 1)

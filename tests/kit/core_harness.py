@@ -152,7 +152,6 @@ class Stage:
             self.work()
 
     def work(self, pieces: int | None = None) -> None:
-        """Carry out queued tensor work."""
         done = 0
         while self.tensors.queue and (pieces is None or done < pieces):
             done += 1
@@ -273,7 +272,6 @@ class Stage:
         return {row["id"]: row[figure] for row in self.shown()["workers"]}
 
     def row(self, worker_id: str) -> dict[str, Any]:
-        """What displays show of a worker."""
         (found,) = (row for row in self.shown()["workers"] if row["id"] == worker_id)
         return dict(found)
 
@@ -319,7 +317,6 @@ class Stage:
             self.beats(*worker_ids)
 
     def kicks(self, worker_id: str) -> Result:
-        """An operator removes a worker; returns the answer."""
         return self.asks("kick", worker=worker_id)
 
     def asks(self, action: str, **arguments: Any) -> Result:
@@ -554,7 +551,6 @@ def alone(chunks: int = 3, **fields: Any) -> tuple[Stage, Puppet]:
 
 
 def resumption(found: Checkpoint) -> Resumption:
-    """What a broker goes on from that has this checkpoint."""
     layout = found.layout
     return load_into(NotedTensors(lambda: layout, None), found, layout)
 

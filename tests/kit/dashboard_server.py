@@ -21,7 +21,6 @@ TOKEN = "the-token-of-these-tests"
 
 
 def a_worker(name: str, **keys: Any) -> dict[str, Any]:
-    """A worker as the feed shows it."""
     return worker(name, **{"sync_age_s": 31.0, **keys})
 
 
@@ -71,8 +70,6 @@ class Publisher(feed_snapshots.Publisher):
 
 
 class Answer:
-    """Status, headers and body of one answer."""
-
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.getheaders()}
@@ -89,6 +86,9 @@ class Site:
     def __init__(self, port: int, server: uvicorn.Server, source: FeedSource | None) -> None:
         self.port, self.server, self.source = port, server, source
         self.address = f"http://127.0.0.1:{port}"
+
+    def with_token(self, token: str = TOKEN) -> str:
+        return f"{self.address}/?token={token}"
 
     @contextmanager
     def sent(

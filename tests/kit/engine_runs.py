@@ -21,7 +21,6 @@ def findings(broker_log: Path, folder: Path) -> Findings:
 
 
 def incarnations(folder: Path, worker: str) -> int:
-    """How often this worker was in the run."""
     return len(list(folder.glob(f"{worker}.*.worker.jsonl")))
 
 

@@ -133,7 +133,6 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 def a_result(trial: Trial, loss: float | None, ends: float = 100.0) -> dict[str, Any]:
-    """A line of a file of results, made up."""
     curve = [[0, 0.0, 5.5], [50, ends / 2, 3.0], [trial.steps, ends, loss]]
     return {
         "trial": trial.plain(),

@@ -153,7 +153,6 @@ def serving(collector: Collector, health: Callable[[], str | None] = lambda: Non
 
 
 def fetch(url: str, **headers: str) -> tuple[str, str]:
-    """Body and content type."""
     shown = {key.replace("_", "-"): value for key, value in headers.items()}
     request = urllib.request.Request(url, headers=shown)
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:

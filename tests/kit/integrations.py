@@ -39,8 +39,7 @@ def needs(
     """Skips, with the reason, tests of libraries that are not installed."""
     missing = [name for name in libraries if find_spec(name) is None]
     return pytest.mark.skipif(
-        bool(missing),
-        reason=f"{', '.join(missing)} cannot be imported; {how}",
+        bool(missing), reason=f"{', '.join(missing)} cannot be imported; {how}"
     )
 
 

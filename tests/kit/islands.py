@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from diloco_worker import DiLoCoWorker, WorkerOptions
 from diloco_worker.group import beginning, ports
+from diloco_worker.group.ports import FollowerPorts, LeaderPorts
+from diloco_worker.model.spread.ranks import Ranks
+from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.transport.link import Link
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -88,9 +94,8 @@ class Stage(nn.Module):
 
 def spread(kind: str, model: Language) -> tuple[nn.Module, nn.Module, Any, Sequence[Sequence[str]]]:
     """What the worker is made of, what is called, its process_group, and `tied`."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard  # it takes a second
+    from torch.distributed.tensor import parallel
 
     dist.init_process_group("gloo")
     count = dist.get_world_size()
@@ -104,16 +109,10 @@ def spread(kind: str, model: Language) -> tuple[nn.Module, nn.Module, Any, Seque
             fully_shard(model, mesh=mesh)
             return model, model, mesh, ()
         case "tp" | "fsdp-tp":
-            from torch.distributed.tensor.parallel import (
-                ColwiseParallel,
-                RowwiseParallel,
-                parallelize_module,
-            )
-
             mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
             for layer in model.layers:
-                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-                parallelize_module(layer, mesh["tp"], plan)
+                plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+                parallel.parallelize_module(layer, mesh["tp"], plan)
                 if kind == "fsdp-tp":
                     fully_shard(layer, mesh=mesh["dp"])
             if kind == "fsdp-tp":
@@ -144,7 +143,6 @@ def train_island(
     it); `pause` (seconds behind each step); `differs` (the processes ask for different things); `late`
     (the others leave when the leader has left); `alone` (what the process of this rank calls alone).
     """
-    torch.set_num_threads(1)
     forbid_words_while_leaving()
     model = language(is_even=bool(options.get("even")))
     rank = int(os.environ.get("RANK", "0"))
@@ -200,9 +198,6 @@ def call_alone(diloco: DiLoCoWorker, name: str) -> None:
 
 def forbid_words_while_leaving() -> None:
     """The others do not listen to the group any more; messages there may never be read."""
-    from diloco_worker.group.ports import LeaderPorts
-    from diloco_worker.model.spread.ranks import Ranks
-
     leave = LeaderPorts.leave
 
     def refuse(*_: Any) -> None:
@@ -224,7 +219,6 @@ def a_batch(worker_id: str, step: int) -> Tensor:
 def loss_and_gradients(
     called: nn.Module, optimizer: Optimizer, worker_id: str, step: int
 ) -> Tensor:
-    """The loss of the step's batch, and its gradients in the model."""
     words = a_batch(worker_id, step)
     loss = functional.cross_entropy(called(words).flatten(0, 1), words.flatten())
     optimizer.zero_grad()
@@ -234,10 +228,6 @@ def loss_and_gradients(
 
 def die_in(phase: str, mark: Path) -> None:
     """This process is killed where it does that for the third time."""
-    from diloco_worker.group.ports import FollowerPorts, LeaderPorts
-    from diloco_worker.model.spread.spread_tensors import SpreadTensors
-    from diloco_worker.transport.link import Link
-
     leads = os.environ["RANK"] == "0"
     target: tuple[type, str] = {
         "freezing": (SpreadTensors, "delta"),

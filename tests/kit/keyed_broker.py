@@ -38,7 +38,6 @@ def forged(folder: KeyFolder, name: str) -> Keys:
 
 
 def written(keys: Keys, path: Path) -> Path:
-    """Its file."""
     path.touch(mode=0o600)
     path.write_text(json.dumps(keys.as_plain()))
     return path

@@ -92,7 +92,6 @@ class NotedTensors:
     # Work.
 
     def do_one(self) -> events.Event:
-        """Carry out the next piece of work."""
         work = self.queue.popleft()
         match work:
             case effects.StoreInitial(fragment, index, payload):

@@ -19,8 +19,6 @@ _BETWEEN_DEVICES = ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense"
 
 
 class OnOther(Tensor):
-    """A tensor of the other device."""
-
     bare: Tensor  # its values on the host, for this module
     is_meta = False
 

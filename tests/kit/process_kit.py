@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.cli import app
 from diloco_broker.cli.serve import end_on_signals
 from diloco_broker.shell.process_memory import keep_freed_memory
 from diloco_broker.storage import checkpoint
@@ -123,7 +122,6 @@ class Child:
         return str(wait_for(line))
 
     def address(self) -> str:
-        """Of a broker."""
         return self.says("control ").split()[1]
 
     def gets(self, which: signal.Signals) -> None:
@@ -135,7 +133,6 @@ class Child:
         self.process.join(PATIENCE_S)
 
     def ends(self, within: float = PATIENCE_S) -> int:
-        """Its exit code."""
         self.process.join(within)
         assert self.process.exitcode is not None, f"it has not ended in {within} s:\n{self.output}"
         self._reader.join(PATIENCE_S)
@@ -193,12 +190,19 @@ class Processes:
         return self.start(serve, {**LOCAL, **options})
 
     def serve(
-        self, *options: str, bind: str = "tcp://127.0.0.1:*", **env: str
+        self,
+        *options: str,
+        bind: str = "tcp://127.0.0.1:*",
+        by: Callable[..., None] | None = None,
+        **env: str,
     ) -> tuple[Child, str]:
-        """The daemon with these options of its command line, and its address."""
+        """The daemon with these options of its command line, and its address.
+
+        `by` interprets the command, on a disk that fails, say.
+        """
         addresses = ("--bind", bind, "--feed", "tcp://127.0.0.1:*")
         words = ("serve", *addresses, "--outer-momentum-warmup", "constant", *options)
-        made = self.run("-m", "diloco_broker", *words, **env)
+        made = self.start(by or interpret, "-m", "diloco_broker", *words, **env)
         return made, made.address()
 
     def train(self, name: str, address: str, steps: int, pause: float = 0.0, **env: str) -> Child:
@@ -272,14 +276,8 @@ def serve(options: dict[str, Any]) -> None:
     broker.run()
 
 
-def command(*arguments: str) -> None:
-    """The daemon's own command line."""
-    sys.argv = ["diloco-broker", *arguments]
-    app.app()
-
-
-def command_with_a_disk_that_hangs(*arguments: str) -> None:
-    """The same, where the second checkpoint is never written."""
+def on_a_disk_that_hangs(*command: str) -> None:
+    """Interpret it where the second checkpoint is never written."""
     save = checkpoint.save
     saves = iter(range(1000))
 
@@ -290,13 +288,13 @@ def command_with_a_disk_that_hangs(*arguments: str) -> None:
         return save(folder, checkpoint, keep, spared)
 
     checkpoint.save = hang
-    command(*arguments)
+    interpret(*command)
 
 
-def command_on_a_full_disk(*arguments: str) -> None:
-    """The same, where no file may grow from the start."""
+def on_a_full_disk(*command: str) -> None:
+    """Interpret it where no file may grow."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    command(*arguments)
+    interpret(*command)
 
 
 def save_for_ever(folder: Path, incarnation: int) -> None:
@@ -305,45 +303,6 @@ def save_for_ever(folder: Path, incarnation: int) -> None:
         made = replace(a_checkpoint(number, seed=number), incarnation=incarnation)
         checkpoint.save(folder, made, keep=2)
         print(f"saved {number} of {incarnation}", flush=True)
-
-
-def a_line(width: int = 24) -> torch.nn.Linear:
-    """One layer, the same in each process: 576 parameters, 36 chunks of 16."""
-    model = torch.nn.Linear(width, width, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.randn(width, width, generator=torch.Generator().manual_seed(1)))
-    return model
-
-
-def step_of_a_line(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One optimizer step on the batch of this number."""
-    x = torch.randn(8, model.in_features, generator=torch.Generator().manual_seed(100 + number))
-    optimizer.zero_grad()
-    model(x).pow(2).mean().backward()
-    optimizer.step()
-
-
-def train_from_checkpoint(address: str, path: Path, save_at: int, steps: int) -> None:
-    """A script that goes on from its checkpoint, if there is one, and writes one at a step."""
-    model = a_line()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    diloco = DiLoCoWorker(model, optimizer, server=address, worker_id="a")
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "diloco": diloco}
-    done = 0
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        done = saved["done"]
-    with diloco:
-        print(f"begins at {done}", flush=True)
-        while done < steps:
-            step_of_a_line(model, optimizer, done)
-            done += 1
-            if done == save_at and not path.exists():
-                saved = {name: part.state_dict() for name, part in parts.items()}
-                torch.save({**saved, "done": done}, path)
-    print("done", flush=True)
 
 
 EVERY = 10  # rounds between two looks

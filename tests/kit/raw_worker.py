@@ -38,7 +38,6 @@ class RawWorker:
         self.ledger: Header = {}
         self.values = torch.empty(0)
         self.takes_deltas = True
-        self.deltas = 0  # chunks that came as differences
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
@@ -149,7 +148,6 @@ class RawWorker:
                 assert chunk["delta_of"] == self.version
                 start = chunk["index"] * length
                 part = self._followed(chunk, self.values[start : start + length].clone())
-                self.deltas += 1
             else:
                 part = torch.frombuffer(bytearray(chunk["payload"]), dtype=dtype).float()
             values[chunk["index"] * length :][: len(part)] = part
@@ -177,5 +175,4 @@ class RawWorker:
 
 
 def one_tensor(elements: int) -> list[Header]:
-    """The manifest of a model that is a single vector."""
     return [{"name": "weight", "shape": [elements], "dtype": "float32", "kind": "trainable"}]

@@ -209,7 +209,6 @@ class GlobalModel:
         return state_of(self.model)
 
     def base(self, fragment: int) -> State:
-        """The values of a fragment as they are now."""
         return {name: self.values[name] for name in self.fragments[fragment]}
 
     def advance(
@@ -359,7 +358,6 @@ def streaming(
     *,
     report: Report | None = None,
     weigh: Callable[[int, int], float] = lambda amount, _: float(amount),
-    wires: Sequence[torch.dtype] = (),
     travels: Callable[[int, State], State] = lambda _, delta: delta,
     replies: Callable[[State], State] | None = None,
 ) -> Outcome:
@@ -371,7 +369,6 @@ def streaming(
         report: what a step adds to the weight of the worker's next contribution of each fragment;
             None: all weigh alike.
         weigh: the weight of a contribution, from its report and the number of its steps.
-        wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
         travels: the encoding of a worker's delta of a fragment's parameters, in the model's order, on
             its way.
         replies: as of `GlobalModel`.
@@ -395,8 +392,6 @@ def streaming(
             base = world.base(fragment)
             sent = [state_of(trainee.model) for trainee in trainees]
             deltas = [difference(base, trainee.model) for trainee in trainees]
-            for delta, wire in zip(deltas, wires, strict=bool(wires)):
-                delta |= {n: delta[n].to(wire).float() for n in base.keys() & world.trained}
             trained = [name for name in sent[0] if name in base and name in world.trained]
             for worker, delta in enumerate(deltas):
                 delta.update(travels(worker, {name: delta[name] for name in trained}))

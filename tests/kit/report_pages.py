@@ -22,7 +22,6 @@ def facts_of(folder: Path, *lines: Any, actions: tuple[Any, ...] = ()) -> Facts:
 
 
 def action(at: float, what: str, text: str, **keys: Any) -> dict[str, Any]:
-    """A line of the log of control actions."""
     whole = {"at": at, "epoch": "a0", "who": "anna", "what": what, "before": None, "after": None}
     return {**whole, "text": text, "is_proven": True, "run": "3fa2c1d09b11", "round": 3, **keys}
 

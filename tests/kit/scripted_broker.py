@@ -2,9 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -179,11 +178,9 @@ class ScriptedBroker:
         self.says(Grant(push.push_id, push.fragment, standing, held, credit, round=round_))
 
     def puts_off(self, push: Push) -> None:
-        """Tell a worker that its push must wait."""
         self.says(Grant(push.push_id, push.fragment, Standing.WAIT))
 
     def takes_chunks(self, push: Push, count: int) -> dict[int, bytes]:
-        """Receive chunks of a push and acknowledge each."""
         chunks: dict[int, bytes] = {}
         while len(chunks) < count:
             _, chunk, payload = self.hears_from(Chunk)
@@ -217,16 +214,6 @@ class ScriptedBroker:
                 return pull
 
 
-@contextmanager
-def scripted_broker(**config: Any) -> Iterator[ScriptedBroker]:
-    broker = ScriptedBroker()
-    broker.config = run_config(**config)
-    try:
-        yield broker
-    finally:
-        broker.close()
-
-
 class Descent:
     """A training loop of steps whose effect is known: each lowers every trainable value by 1."""
 
@@ -257,12 +244,6 @@ class Descent:
 def changed(state: FlatState, change: Callable[[Tensor], Tensor]) -> FlatState:
     """The same layout with other values."""
     return FlatState(state.layout, {s: change(vector) for s, vector in state.vectors.items()})
-
-
-def equal(a: FlatState, b: FlatState) -> bool:
-    return a.vectors.keys() == b.vectors.keys() and all(
-        torch.equal(vector, b.vectors[segment]) for segment, vector in a.vectors.items()
-    )
 
 
 class Beside:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from diloco_protocol import Ledger, VersionId
@@ -17,8 +18,8 @@ from diloco_worker import DiLoCoWorker
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.transport.link import Link
 from kit.reference import State, state_of
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
-from kit.uniform_model import at, filled, first, until
+from kit.scripted_broker import Beside, Descent, ScriptedBroker, changed, run_config, version
+from kit.uniform_model import first, until
 
 H = 4  # steps between two boundaries, unless the test says otherwise
 Saved = tuple[dict[str, Any], State]  # of worker and model
@@ -30,7 +31,7 @@ def layers(count: int = 3) -> nn.Module:
 
 
 class ScriptedTraining:
-    """See the head of this module. Training runs in a thread beside the test's.
+    """Trains in a thread beside the test's.
 
     Attributes:
         broker: says what it is told to.
@@ -122,7 +123,6 @@ class ScriptedTraining:
         self._end = self._beside(partial(what, *arguments, **keywords))
 
     def done(self) -> Any:
-        """Its result; waits for its end."""
         return self._end()
 
     @property
@@ -141,15 +141,14 @@ class ScriptedTraining:
         self.does(loop)
 
     def steps(self, number: int) -> None:
-        """Make optimizer steps that do not wait."""
         self.trains(number)
         self.done()
 
-    def round(self, steps: int, counter: int, value: float = 100.0, **told: Any) -> Push:
+    def round(self, steps: int, counter: int, value: float = 100.0) -> Push:
         """Steps to a boundary, and its round: the push is in the version of this number."""
         self.trains(steps)
         push, _ = self.takes()
-        self.serves(value, counter, push, **told)
+        self.serves(value, counter, push)
         self.done()
         return push
 
@@ -168,14 +167,13 @@ class ScriptedTraining:
         pushes = () if push is None else (push.push_id,)
         self.broker.serves(self.filled(value, fragment), version(counter), *pushes, **told)
 
-    def brings(self, value: float, counter: int, push: Push | None = None, **told: Any) -> None:
+    def brings(self, value: float, counter: int, push: Push | None = None) -> None:
         """The same, until it is there for the training thread, which has not looked at it yet."""
-        self.serves(value, counter, push, **told)
+        self.serves(value, counter, push)
         self.hears_news()
 
     def filled(self, value: float, fragment: int = 0) -> FlatState:
-        """A fragment with this value everywhere."""
-        return filled(self.descent, value, self.broker, fragment)
+        return changed(self._now(fragment), lambda vector: torch.full_like(vector, value))
 
     def refuses(self, push: Push, code: str = "bad_push", counted: bytes | None = None) -> None:
         """`counted`: the chunks of it that may count all the same."""
@@ -207,13 +205,15 @@ class ScriptedTraining:
 
     @property
     def values(self) -> float:
-        """What the parameters of fragment 0 are."""
         return self.at(0)
 
     def at(self, fragment: int) -> float:
-        """What the parameters of a fragment are."""
-        return at(self.descent, self.broker, fragment)
+        return first(self._now(fragment))
+
+    def _now(self, fragment: int) -> FlatState:
+        """A fragment of the model, laid out as the broker has it."""
+        layout = self.broker.layout
+        return self.descent.values(fragment, part=layout.all[fragment] if layout else None)
 
     def hears_news(self) -> None:
-        """The training thread has a message that it has not read yet."""
         until(lambda: self.link.has_news)

@@ -1,7 +1,5 @@
 """Hubs with relays in one process, each in a thread of its own, and clients for workers."""
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -13,7 +11,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.relay.daemon import RelayBroker
 from diloco_protocol.clients import Keys
 from diloco_worker import DiLoCoClient
-from kit.process_kit import PATIENCE_S
+from kit.process_kit import PATIENCE_S, wait_for
 
 ANYWHERE = "tcp://127.0.0.1:*"
 
@@ -40,6 +38,7 @@ class Sites:
 
     def __init__(self, make: Callable[[], nn.Module] = a_model) -> None:
         self._make = make
+        self._pieces = 1
         self._opened = ExitStack()
         self.clients: dict[str, DiLoCoClient] = {}
 
@@ -51,6 +50,7 @@ class Sites:
 
     def hub(self, workers: int, *, has_model: bool = True, **given: Any) -> Broker:
         config = options(workers=workers, **{"relays": True} | given)
+        self._pieces = config.num_fragments
         hub = Broker(config, self._make().state_dict() if has_model else None)
         self._serve(hub)
         return hub
@@ -58,7 +58,7 @@ class Sites:
     def relay(self, hub: Broker | RelayBroker | str, name: str) -> RelayBroker:
         """A relay that the hub has admitted."""
         relay = self.begin_relay(hub, name)
-        until(lambda: relay.is_connected, f"the hub admits {name}")
+        wait_for(lambda: relay.is_connected)
         return relay
 
     def begin_relay(
@@ -100,10 +100,11 @@ class Sites:
                 made[key] = torch.randint(0, 100, value.shape, generator=generator)
         return made
 
-    def push(self, *names: str, number: int, **given: Any) -> None:
+    def push(self, *names: str, number: int) -> None:
         """Each of these sends its push of the round; all of each is in then."""
+        fragment = number % self._pieces if self._pieces > 1 else None
         for name in names:
-            self.clients[name].push(self.delta(name, number), **given)
+            self.clients[name].push(self.delta(name, number), fragment=fragment)
 
     def pull(self, *names: str) -> dict[str, Tensor]:
         """What each of these has, which must be the same, once its push is in a version."""
@@ -112,11 +113,11 @@ class Sites:
             assert_same(found[0], other)
         return dict(found[0])
 
-    def rounds(self, numbers: Sequence[int], *names: str, **given: Any) -> dict[str, Tensor]:
+    def rounds(self, numbers: Sequence[int], *names: str) -> dict[str, Tensor]:
         """All of these take part in each of these rounds. Returns the final parameters."""
         final: dict[str, Tensor] = {}
         for number in numbers:
-            self.push(*names, number=number, **given)
+            self.push(*names, number=number)
             final = self.pull(*names)
         return final
 
@@ -147,11 +148,3 @@ def ledger_of(broker: Broker) -> dict[str, list[int]]:
     """Push ids by worker, as the broker's current version names them; oldest first."""
     ledger = broker._loop.core.state.versions[0].ledger
     return {name: [each.push_id for each in pushes] for name, pushes in ledger.pushes.items()}
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for something that other threads bring about."""
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, f"it did not come: {what}"
-        threading.Event().wait(0.01)

@@ -115,7 +115,7 @@ class SlurmCluster:
         self._back_since: dict[str, float] = {}
         self._environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         namespaces = [
-            *("--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"),
+            *("--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child")
         ]
         with (folder / "daemons.log").open("wb") as log:
             self._process = subprocess.Popen(

@@ -18,7 +18,6 @@ SETTINGS = Settings(steps=100, workers=2, sync_every=25, wire_dtype="bf16", repl
 
 
 def last_record(seconds: float, waited: float, up: int, down: int) -> dict[str, Any]:
-    """The last line of a worker's log."""
     synced = {"seconds_waited": waited, "bytes_up": up, "bytes_down": down, "pushes": 4}
     return {"done": True, "step": 100, "seconds": seconds, "sync_metrics": synced}
 

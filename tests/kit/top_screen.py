@@ -158,8 +158,6 @@ class ScreenPilot:
         return self._pilot
 
     def play(self, script: Callable[[], Awaitable[None]]) -> None:
-        """Run the script against the screen."""
-
         async def run() -> None:
             if self._fill:
                 for sequence in range(30, 42):
@@ -179,7 +177,6 @@ class ScreenPilot:
         await self.pilot.pause()
 
     async def waits(self, seconds: float) -> None:
-        """Time passes in which nothing comes."""
         self.clock.now += seconds
         self.app.redraw()
         await self.pilot.pause()
@@ -209,7 +206,6 @@ class ScreenPilot:
         assert not self.broker.requests
 
     def lines(self) -> list[str]:
-        """What stands on the screen, dialogs included."""
         return [strip.text.rstrip() for strip in self.strips()]
 
     def strips(self) -> list[Strip]:

@@ -85,7 +85,6 @@ def scene(model: FeedModel, now: float, **keys: Any) -> Scene:
 
 
 def matches(name: str, text: str) -> None:
-    """This is the stored text."""
     path = SNAPSHOTS / name
     text += "\n"
     if UPDATE in os.environ:

@@ -1,6 +1,6 @@
 """A user's training script: trains a small model and writes what came of it as JSON.
 
-python train_script.py STEPS OUT [--seconds-a-step S] [--report-each-step]
+python train_script.py STEPS OUT [SECONDS_A_STEP]
 """
 
 import json

@@ -53,9 +53,7 @@ class UnitWorker:
         self.stage, self.puppet = stage, stage.worker(worker_id)
         self.comes_to(stage, pulls=pulls)
 
-    def comes_to(
-        self, stage: Stage, *, pulls: bool = True, holds_versions: bool = False, **fields: object
-    ) -> None:
+    def comes_to(self, stage: Stage, *, pulls: bool = True, holds_versions: bool = False) -> None:
         """Join, or come back on new connections; the pushes in flight are offered again.
 
         `holds_versions`: it tells a broker that was started again which versions it has.
@@ -63,9 +61,9 @@ class UnitWorker:
         if self.stage is not stage:
             self.stage, self.puppet = stage, stage.worker(self.worker_id)
         if holds_versions:
-            self.puppet.comes_with(self._held, **fields)
+            self.puppet.comes_with(self._held)
         else:
-            self.puppet.joins(**fields)
+            self.puppet.joins()
             stage.provide()
         self._seen = 0
         if pulls:
@@ -199,7 +197,6 @@ class UnitWorker:
         self.units.check_invariants()
 
     def ticks(self) -> None:
-        """A second later: send the deferred messages."""
         self._do(self.units.tick(self.stage.now + 1.0))
 
     def _do(self, effects: Iterable[Effect]) -> None:

@@ -15,6 +15,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import Segment, VersionId
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.ports import LocalPorts
+from kit.process_kit import LOCAL
 from kit.reference import Outcome, Plan, State, Trainee, one_thread, state_of, streaming
 
 # The longest that any of these runs may take; they take a second or two.
@@ -78,11 +79,8 @@ def trainees(workers: int, make_optimizer: MakeOptimizer = sgd) -> list[Trainee]
 
 
 def make_config(**options: Any) -> BrokerConfig:
-    """Free ports, tiny chunks, an exact wire, one momentum for all rounds."""
-    exact: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16, "disconnect_grace": 30.0}
-    exact["outer_momentum_warmup"] = "constant"
-    address = "tcp://127.0.0.1:*"
-    return BrokerConfig(bind=address, feed=address, **exact | options)
+    """`LOCAL`, with time to come back."""
+    return BrokerConfig(**{**LOCAL, "disconnect_grace": 30.0, **options})
 
 
 def options_of(plan: Plan) -> dict[str, Any]:
@@ -174,7 +172,6 @@ def copies(hook: DiLoCoWorker) -> Copies:
 
 
 def assert_equal_copies(held: Sequence[Copies]) -> None:
-    """Whoever holds the same version holds the same bits."""
     first: Copies = {}
     for each in held:
         for name, vectors in each.items():

@@ -1,24 +1,24 @@
 """Fixtures for workers against a scripted broker: `pytest_plugins = ("kit.worker_fixtures",)`."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
-from kit.scripted_broker import Beside, ScriptedBroker, scripted_broker
+from kit.scripted_broker import Beside, ScriptedBroker
 from kit.scripted_training import ScriptedTraining
 
 
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:
-    with scripted_broker() as made:
+    with closing(ScriptedBroker()) as made:
         yield made
 
 
 @pytest.fixture
 def beside() -> Iterator[Beside]:
-    made = Beside()
-    yield made
-    made.close()
+    with closing(Beside()) as made:
+        yield made
 
 
 @pytest.fixture

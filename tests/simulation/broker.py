@@ -119,7 +119,6 @@ class BrokerHost:
             self._feed(events.Received(route, message, payload))
 
     def owner_of(self, route: bytes) -> str:
-        """The name of the process at the other end."""
         step = first_step(route)
         if step is None:
             return self._routes[route].owner

@@ -21,7 +21,7 @@ class Line:
 
 
 class Contents:
-    """See the head of this module. Two are the same only if they are one object.
+    """Two are the same only if they are one object.
 
     Attributes:
         depth: versions before this one.

@@ -9,8 +9,6 @@ from diloco_broker.storage.checkpoint_format import Checkpoint
 
 
 class Disk:
-    """See the head of this module."""
-
     def __init__(self, keep: int) -> None:
         # By incarnation of the broker and number of the next round.
         self.checkpoints: dict[tuple[int, int], Checkpoint] = {}

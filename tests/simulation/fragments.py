@@ -9,7 +9,7 @@ from simulation.tensors import Code, Codes, Delta, Wire, demand
 
 
 class Fragments:
-    """See the head of this module, and `diloco_worker.transport.executor.Memory`.
+    """The session's `diloco_worker.transport.executor.Memory`.
 
     Args:
         layout_of: how a fragment is cut.
@@ -52,7 +52,6 @@ class Fragments:
         return 0
 
     def assembled(self, fragment: int) -> tuple[Wire, ...]:
-        """The chunks that have arrived, in order."""
         parts = self._assembly[fragment]
         return tuple(parts[index] for index in sorted(parts))
 

@@ -26,27 +26,21 @@ from simulation.tensors import Record, Tensors, Wire, as_held, demand
 
 @dataclass(frozen=True)
 class Published:
-    """A version as it was released."""
-
     wires: tuple[Wire, ...]
     ledger: Ledger
 
 
 class Incarnations:
-    """See the head of this module. `records` are all pushes that were ever offered."""
+    """`records` are all pushes that were ever offered."""
 
     def __init__(self, config: BrokerConfig, records: dict[Key, Record], disk: Disk | None) -> None:
         self.config = config
         self.tensors = Tensors(config, records)  # of the current incarnation
         self.number = 0  # of the current incarnation, from 1
-        self.adoptions = (
-            0  # fragments that an incarnation took from a worker although a run existed
-        )
         self.keys: dict[int, Key] = {}  # of all pushes, by push id
         self._records = records
-        self._heard: dict[
-            str, int
-        ] = {}  # the last incarnation that had a run when it welcomed a process
+        # By process, the last incarnation that had a run when it welcomed it.
+        self._heard: dict[str, int] = {}
         self._disk = disk
         self._checkpoint: Checkpoint | None = None
         self._owner_of: Callable[[bytes], str] = str
@@ -101,7 +95,6 @@ class Incarnations:
             demand(known.ledger == versions.ledger, "{} has another ledger than it had", version)
         here = [m for m in core.state.members if fragment < len(m.versions)]
         self._check_choice(core, fragment, version, ours, here)
-        self.adoptions += version.counter > (ours.version.counter if ours else 0)
         self.first[fragment] = version
         self._check_losses(core, versions, here, processes)
 

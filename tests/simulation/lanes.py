@@ -28,7 +28,7 @@ BETWEEN_PROCESSES_S = 0.02
 
 
 class Lanes:
-    """See the head of this module, and `diloco_worker.transport.executor.Others`."""
+    """The session's `diloco_worker.transport.executor.Others`."""
 
     def __init__(
         self, worker: Worker, count: int, connect: Callable[[Worker, Listener], Connection]

@@ -81,7 +81,6 @@ class Arena(Stage):
         self.tensors = cast(NotedTensors, RealTensors(self, initial))
 
     def parameters(self) -> Tensor:
-        """The newest global parameters, flat."""
         wires = self.state.versions[0].wires
         return torch.cat([torch.frombuffer(bytearray(w), dtype=torch.float32) for w in wires])
 

@@ -54,7 +54,7 @@ class MadeVersion(NamedTuple):
 
 
 class Referee:
-    """See the head of this module.
+    """Raises Violation where a promise is broken.
 
     Everything that depends on others must have come to an end within `patience` seconds, once enough
     workers are there. The core's own invariants and the bounds of memory are checked after every event,
@@ -80,9 +80,8 @@ class Referee:
         self.versions_made = 0  # released, in all fragments and incarnations of the broker
         self.rounds: list[MadeVersion] = []
         self._published: dict[tuple[int, VersionId], Published] = {}
-        self._history: set[tuple[int, VersionId]] = (
-            set()
-        )  # what this incarnation of the broker released
+        # What this incarnation of the broker released.
+        self._history: set[tuple[int, VersionId]] = set()
         self._audit: effects.RecordVersion | None = None
         self._alive = alive
         self._round: int | None = None

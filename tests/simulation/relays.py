@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from simulation.simulator import Simulation
 
 TICK_S = 0.2
-# Time for a relay to connect again.
-AGAIN_S = 0.5
 # Workers that share one connection.
 SHARING = 20
 
@@ -118,7 +116,6 @@ class RelayHost:
             self._do(self.core.receive_from_hub(via, inner, payload, self.world.now, bulk=bulk))
 
     def loses_touch(self, connection: Connection | None = None) -> None:
-        """It finds out that its connection broke."""
         if self.is_alive and (connection is None or connection in self.uplinks):
             for each in self.uplinks:
                 each.hang_up()

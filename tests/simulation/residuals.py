@@ -33,8 +33,6 @@ class Sent:
 
 
 class Residuals:
-    """See the head of this module."""
-
     def __init__(self, name: str, worker_id: str) -> None:
         self._worker_id = worker_id
         self._dice = random.Random(name)  # its own, so that no other run changes

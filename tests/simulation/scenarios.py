@@ -6,7 +6,8 @@ from typing import Any
 
 from kit.core_harness import a_config
 from simulation.network import Weather
-from simulation.simulator import Scenario, Troubles
+from simulation.simulator import Scenario
+from simulation.troubles import Troubles
 
 MODES: dict[str, dict[str, Any]] = {
     "streaming": {},

@@ -26,11 +26,8 @@ from simulation.relays import RelayHost
 from simulation.standby import DRIFT, HUB, PLACES, STANDBY, StandbyHost, copy_checkpoints, look
 from simulation.tensors import Violation
 from simulation.training import Habits
-from simulation.troubles import NO_TROUBLES, Accidents, Troubles
+from simulation.troubles import Accidents, Troubles
 from simulation.worker import Worker
-
-__all__ = ["NO_TROUBLES", "Scenario", "Simulation", "Troubles"]
-
 
 BUSY = {"forces": 0.01, "blunders": 0.01, "repeats": 0.02}
 
@@ -93,8 +90,6 @@ class Scenario:
 
 
 class Simulation:
-    """One run; see the head of this module."""
-
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
         self.seed = seed
@@ -168,7 +163,6 @@ class Simulation:
 
     @property
     def fingerprint(self) -> object:
-        """The same for the same seed."""
         tags = [each.version for each in self.broker.core.state.versions.fragments]
         return tags, self.world.events, self.broker.messages, self.world.now
 
@@ -239,7 +233,6 @@ class Simulation:
     def connection(
         self, place: str, owner: str, to_worker: Listener, weather: Weather | None = None
     ) -> Connection:
-        """A new one, to the broker or a relay."""
         self._routes += 1
         return Connection(
             self.world,
@@ -314,7 +307,6 @@ class Simulation:
     # Relays.
 
     def place_of(self, worker: Worker) -> str:
-        """Where this process connects."""
         if not self.scenario.relays:
             return PLACES[worker.place]
         if worker.name not in self._places:

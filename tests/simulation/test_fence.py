@@ -1,7 +1,8 @@
 """A hub and its standby never both have the run, whatever the network, their machines and clocks do."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +13,10 @@ from diloco_broker.standby import fence, lease
 from diloco_worker.session import connection
 from kit.core_harness import a_config
 from simulation.network import Weather
-from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
+from simulation.simulator import Scenario, Simulation
 from simulation.standby import STANDBY
 from simulation.tensors import Violation
+from simulation.troubles import NO_TROUBLES, Troubles
 
 SEEDS = range(16)
 SABOTAGE_SEEDS = range(60)
@@ -92,17 +94,6 @@ def test_hub_keeps_its_lease_by_its_workers_alone() -> None:
     assert run.referee.versions_made > before
 
 
-# Each takes one rule away. The simulation must find a broken promise.
-
-
-def _lets_workers_vote_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SAFETY", 0.0)
-
-
-def _lets_the_standby_forget_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "SAFETY", 0.0)
-
-
 class Lenient(lease.Ballot):
     """One that takes half of the voters for a majority."""
 
@@ -112,34 +103,24 @@ class Lenient(lease.Ballot):
             return super().supported_at
 
 
-def _counts_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "Ballot", Lenient)
-
-
-def _takes_over_with_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "Ballot", Lenient)
-
-
-def _goes_on_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence, "may_release", lambda _: True)
-    monkeypatch.setattr(fence, "holds_rounds", lambda _: False)
-    monkeypatch.setattr(fence, "sends_away", lambda _: [])
+# Each takes one rule away: the object, its attribute, and the new value.
+SABOTAGES: dict[str, list[tuple[object, str, Any]]] = {
+    "goes on without a lease": [
+        (fence, "may_release", lambda _: True),
+        (fence, "holds_rounds", lambda _: False),
+        (fence, "sends_away", lambda _: []),
+    ],
+    "workers vote for both": [(connection, "SAFETY", 0.0)],
+    "standby forgets its promise": [(standby, "SAFETY", 0.0)],
+    "counts a minority": [(machine, "Ballot", Lenient)],
+    "takes over with a minority": [(standby, "Ballot", Lenient)],
+}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "sabotage",
-    [
-        _goes_on_without_a_lease,
-        _lets_workers_vote_for_both,
-        _lets_the_standby_forget_its_promise,
-        _counts_a_minority,
-        _takes_over_with_a_minority,
-    ],
-)
-def test_a_broken_fence_is_found_out(
-    sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sabotage(monkeypatch)
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_broken_fence_is_found_out(sabotage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in SABOTAGES[sabotage]:
+        monkeypatch.setattr(*change)
     with pytest.raises(Violation, match="and was replaced"):
         list(runs(SABOTAGE_SEEDS))

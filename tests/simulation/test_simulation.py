@@ -7,7 +7,7 @@ checked after every event (`referee`). A failure names its seed and recounts the
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -31,11 +31,13 @@ from kit.core_harness import a_config
 from simulation.fragments import Fragments
 from simulation.residuals import Residuals
 from simulation.scenarios import MODES, WEATHERS, a_scenario
-from simulation.simulator import BUSY, NO_TROUBLES, Scenario, Simulation, Troubles
+from simulation.simulator import BUSY, Scenario, Simulation
 from simulation.standby import HUB
 from simulation.tensors import Violation
+from simulation.troubles import NO_TROUBLES, Troubles
 from simulation.units import counted, times_contained
 
+T = TypeVar("T")
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
 
@@ -102,6 +104,19 @@ def test_every_promise_holds_through_troubles(
         assert {process.habits.processes for process in run.processes} >= {2, 3}
 
 
+def instances(monkeypatch: pytest.MonkeyPatch, kind: type[T]) -> list[T]:
+    """All objects of a class that are made from now on."""
+    made: list[T] = []
+    begins: Any = kind.__init__
+
+    def noted(self: T, *arguments: Any) -> None:
+        begins(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(kind, "__init__", noted)
+    return made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)
@@ -109,14 +124,7 @@ def test_every_promise_holds_where_versions_come_as_differences(
     monkeypatch: pytest.MonkeyPatch, mode: str, streams: bool
 ) -> None:
     """Each follows from what is held, over breaks, restarts and versions that were missed."""
-    made: list[Fragments] = []
-    begins = Fragments.__init__
-
-    def noted(fragments: Fragments, *arguments: Any) -> None:
-        begins(fragments, *arguments)
-        made.append(fragments)
-
-    monkeypatch.setattr(Fragments, "__init__", noted)
+    made = instances(monkeypatch, Fragments)
     for seed in (0, 1):
         run = Simulation(a_scenario(mode, streams, seed, replies="int4z"), seed).run()
         assert run.counted() > 0
@@ -127,9 +135,7 @@ def test_every_promise_holds_where_versions_come_as_differences(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async", "async-dylu"])
-def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
-    mode: str, seed: int
-) -> None:
+def test_every_promise_holds_where_replies_are_merged_on_arrival(mode: str, seed: int) -> None:
     scenario = a_scenario(mode, True, seed)
     config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
     assert Simulation(replace(scenario, config=config), seed).run().counted() > 0
@@ -139,9 +145,7 @@ def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
 @pytest.mark.parametrize("saved", [0, 2, 3], ids=["once", "durable", "rewind"])  # of `SAVING`
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
-def test_each_unit_that_is_counted_is_in_the_parameters_once(
-    mode: str, streams: bool, saved: int
-) -> None:
+def test_each_counted_unit_is_in_the_parameters_once(mode: str, streams: bool, saved: int) -> None:
     scenario = a_scenario(mode, streams, seed=1, saved=saved)
     run = Simulation(replace(scenario, has_units=True), seed=1).run()
     assert len(counted(run)) > 10
@@ -177,14 +181,7 @@ def test_each_worker_keeps_exactly_what_was_left_out_of_what_counts(
     monkeypatch: pytest.MonkeyPatch, mode: str, streams: bool
 ) -> None:
     """Many pushes are refused behind their first chunks, which count all the same."""
-    made: list[Residuals] = []
-    begins = Residuals.__init__
-
-    def noted(residuals: Residuals, name: str, worker_id: str) -> None:
-        begins(residuals, name, worker_id)
-        made.append(residuals)
-
-    monkeypatch.setattr(Residuals, "__init__", noted)
+    made = instances(monkeypatch, Residuals)
     monkeypatch.setitem(BUSY, "blunders", 0.1)
     for seed in REFUSING.get(mode, (1, 2)):
         scenario = replace(a_scenario(mode, streams, seed), wants=({"wire_dtype": "int4"},))
@@ -212,9 +209,7 @@ def with_restarts(scenario: Scenario) -> Scenario:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
-def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
-    mode: str, seed: int
-) -> None:
+def test_run_continues_from_versions_of_workers_after_a_restart(mode: str, seed: int) -> None:
     scenario = with_restarts(a_scenario(mode, seed % 2 == 0, seed, saved=0))
     assert Simulation(scenario, seed).run().referee.versions_made > 0
 
@@ -334,41 +329,6 @@ def stands_nowhere(state: RunState, _member: Member, push: Push) -> Bitmap:
 STUCK = "no version was released|has a push in flight|stands still|no end within"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("mode", "sabotage", "complaint"),
-    [
-        ("carry", MERGES_TWICE, "is counted twice"),
-        ("streaming", (RunState, "weight_of", lambda *_: 1.0), "weighs 1.0 instead of"),
-        ("streaming", (sequence, "leave", nothing), STUCK),
-        ("streaming", (Member, "take_deferred", lambda *_: None), STUCK),
-        ("streaming", (Ledger, "with_push", lambda ledger, *_: ledger), "lacks"),
-        ("async", (asynchronous, "_may_send", lambda *_: True), "are kept in"),
-        ("async-stale", (asynchronous, "_too_old", lambda *_: None), "versions old and merged"),
-        (
-            "deterministic",
-            (Submission, "_settle", settle_half),
-            "without its chunk|half a push|but [0-9] workers",
-        ),
-        ("streaming", (RunState, "standing", stands_nowhere), "is counted twice|more than once"),
-        ("streaming", (streaming, "_step", step_by_promised_weight), "is divided by"),
-    ],
-)
-def test_broken_broker_is_found_out(
-    mode: str, sabotage: Sabotage, complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        Core, "check_invariants", lambda _: None
-    )  # the referee does not rely on them
-    monkeypatch.setattr(*sabotage)
-    runs = (Simulation(a_scenario(mode, seed % 2 == 0, seed), seed) for seed in range(12))
-    with pytest.raises(Violation, match=complaint):
-        all(run.run() for run in runs)
-
-
-# Sabotage of restarts.
-
-
 complete_in_earnest = sequence._complete
 
 
@@ -410,10 +370,46 @@ def loses(name: str, value: Any) -> Sabotage:
     return resume, "load_into", lose
 
 
+def to_break(mode: str, seed: int, saving_as: int | None) -> Scenario:
+    """With a way of saving, brokers that die often, slow seeding, and long hangs."""
+    scenario = a_scenario(mode, seed % 2 == 0, seed, saving_as)
+    if saving_as is None:
+        return scenario
+    often = {"restarts": 0.12, "kills": 0.2, "joins": 0.2, "hangs": 0.1, "hang_s": 30.0}
+    troubles = replace(scenario.troubles, **often)
+    return replace(scenario, chunks=9, weather=WEATHERS[1], troubles=troubles)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "saving_as", "sabotage", "complaint"),
     [
+        ("carry", None, MERGES_TWICE, "is counted twice"),
+        ("streaming", None, (RunState, "weight_of", lambda *_: 1.0), "weighs 1.0 instead of"),
+        ("streaming", None, (sequence, "leave", nothing), STUCK),
+        ("streaming", None, (Member, "take_deferred", lambda *_: None), STUCK),
+        ("streaming", None, (Ledger, "with_push", lambda ledger, *_: ledger), "lacks"),
+        ("async", None, (asynchronous, "_may_send", lambda *_: True), "are kept in"),
+        (
+            "async-stale",
+            None,
+            (asynchronous, "_too_old", lambda *_: None),
+            "versions old and merged",
+        ),
+        (
+            "deterministic",
+            None,
+            (Submission, "_settle", settle_half),
+            "without its chunk|half a push|but [0-9] workers",
+        ),
+        (
+            "streaming",
+            None,
+            (RunState, "standing", stands_nowhere),
+            "is counted twice|more than once",
+        ),
+        ("streaming", None, (streaming, "_step", step_by_promised_weight), "is divided by"),
+        # Of brokers that come back.
         (
             "streaming",
             DURABLE,
@@ -434,27 +430,19 @@ def loses(name: str, value: Any) -> Sabotage:
         ("streaming", ADOPT, (sequence, "stall", nothing), "and is waited for"),
     ],
 )
-def test_broker_that_comes_back_broken_is_found_out(
-    mode: str, saving_as: int, sabotage: Sabotage, complaint: str, monkeypatch: pytest.MonkeyPatch
+def test_broken_broker_is_found_out(
+    mode: str,
+    saving_as: int | None,
+    sabotage: Sabotage,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The referee does not rely on them.
     monkeypatch.setattr(Core, "check_invariants", lambda _: None)
     monkeypatch.setattr(*sabotage)
-    runs = (Simulation(crashing(mode, seed, saving_as), seed) for seed in range(12))
+    runs = (Simulation(to_break(mode, seed, saving_as), seed) for seed in range(12))
     with pytest.raises(Violation, match=complaint):
         all(run.run() for run in runs)
-
-
-def crashing(mode: str, seed: int, saving_as: int) -> Scenario:
-    """Brokers that die often, slow seeding, and long hangs."""
-    scenario = a_scenario(mode, seed % 2 == 0, seed, saving_as)
-    return replace(
-        scenario,
-        chunks=9,
-        weather=WEATHERS[1],
-        troubles=replace(
-            scenario.troubles, restarts=0.12, kills=0.2, joins=0.2, hangs=0.1, hang_s=30.0
-        ),
-    )
 
 
 def test_failure_names_the_seed_and_tells_the_story(monkeypatch: pytest.MonkeyPatch) -> None:

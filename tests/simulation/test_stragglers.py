@@ -7,7 +7,8 @@ import pytest
 
 from kit.core_harness import a_config
 from simulation.network import Weather
-from simulation.simulator import NO_TROUBLES, Scenario, Simulation
+from simulation.simulator import Scenario, Simulation
+from simulation.troubles import NO_TROUBLES
 
 # Steps per second. The last worker is always late; the times of the others' steps vary by 20%.
 SPEEDS = (4.0, 4.0, 4.0, 2.0)

@@ -52,8 +52,6 @@ def _waiting() -> Generator[None, None, None]:
 
 
 class Training:
-    """See the head of this module."""
-
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.state: SyncState | None = None  # what the boundary decides by, once the model is here
@@ -83,7 +81,6 @@ class Training:
         )
 
     def wire_dtype(self) -> str:
-        """What its pseudo-gradients travel in."""
         config = self.worker.session.config
         assert config is not None
         return str(self.worker.habits.wants.get("wire_dtype") or config.wire_dtype)

@@ -36,9 +36,8 @@ class Troubles:
     relay_cuts: float = 0.0  # a relay's connections to the hub break, for `outage_s`
     hub_cuts: float = 0.0  # the hub cannot be reached for `outage_s`
     hub_stops: float = 0.0  # the hub's process stands still for `freeze_s`
-    splits: float = (
-        0.0  # hub and standby, each with some of the workers, lose each other for `outage_s`
-    )
+    # Hub and standby, each with some of the workers, lose each other for `outage_s`.
+    splits: float = 0.0
     standby_kills: float = 0.0  # a standby is killed; the next one is back after `back_s`
     moves: float = 0.0  # a worker turns to another relay, or to the hub
     silent: float = 0.3  # share of the kills without a sign

@@ -7,12 +7,12 @@ steps that were trained for their pushes; and no other unit may be.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Push
 from diloco_worker.session.events import TakeUnits, UnitsTrained
+from kit.unit_workers import Trained
 from simulation.tensors import Violation
 
 if TYPE_CHECKING:
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from simulation.worker import Worker
 
 NAME, SIZE, PREFETCH = "text", 50, 3
-
-
-@dataclass
-class Trained:
-    """A ticket that was trained on, and by fragment the push that has its last steps there."""
-
-    ticket: int
-    pushes: dict[int, int] = field(default_factory=dict)
 
 
 class UnitsAtWork:

@@ -38,7 +38,7 @@ SPINNING = 1000
 
 
 class Worker:
-    """A worker's process: see the head of this module.
+    """A worker's process.
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
     connection, whose listener is called with each message to the worker. `has_units`: it trains on

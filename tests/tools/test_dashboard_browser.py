@@ -17,7 +17,6 @@ from diloco_broker import Broker
 from diloco_tools.monitor.web.source import ReplaySource
 from diloco_worker import DiLoCoClient
 from kit import dashboard_server
-from kit.dashboard_runs import with_token
 from kit.dashboard_server import TOKEN, Publisher, Site, a_worker
 from kit.feed_snapshots import PATIENCE_S
 from kit.pages import PATIENCE_MS, serving
@@ -29,7 +28,7 @@ playwright = pytest.importorskip(
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytest_plugins = ("kit.browser_fixtures", "kit.dashboard_fixtures")
+pytest_plugins = ("kit.browser_fixtures",)
 pytestmark = pytest.mark.browser
 
 PHONE = {"width": 390, "height": 844}
@@ -45,7 +44,7 @@ def site(publisher: Publisher) -> Iterator[Site]:
 @pytest.fixture
 def page(site: Site, opened: Callable[..., Page]) -> Page:
     """The page of `publisher`, with the token."""
-    return opened(with_token(site))
+    return opened(site.with_token())
 
 
 def sees(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
@@ -174,7 +173,7 @@ class TestToken:
         self, opened: Callable[..., Page], publisher: Publisher
     ) -> None:
         with serving(publisher.address) as site:
-            page = opened(with_token(site, "broken"))
+            page = opened(site.with_token("broken"))
             publisher.says()
             sees(page, "#facts", "sync")
             sees(page, "#control-reason", "Wrong token")
@@ -278,7 +277,7 @@ class TestLook:
         self, opened: Callable[..., Page], publisher: Publisher, scheme: str
     ) -> None:
         with serving(publisher.address) as site:
-            page = opened(with_token(site), viewport=PHONE, has_touch=True, color_scheme=scheme)
+            page = opened(site.with_token(), viewport=PHONE, has_touch=True, color_scheme=scheme)
             long = a_worker("a-worker-with-a-name-of-remarkable-length-and-no-space-in-it-at-all")
             publisher.says(workers=[a_worker("a"), long, a_worker("rtx", host="h" * 80)])
             sees(page, "#freshness b", "LIVE")
@@ -302,7 +301,7 @@ class TestOthers:
     @pytest.mark.usefixtures("impatient")
     def test_dashboard_is_gone(self, opened: Callable[..., Page], publisher: Publisher) -> None:
         with dashboard_server.serving(publisher.address) as site:
-            page = opened(with_token(site), "ERR_|network error|Failed to fetch")
+            page = opened(site.with_token(), "ERR_|network error|Failed to fetch")
             publisher.says()
             sees(page, "#freshness b", "LIVE")
         sees(page, "#notice", "does not answer")

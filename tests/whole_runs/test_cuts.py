@@ -27,8 +27,6 @@ from kit.whole_run import Event, adamw, assert_same, make_config, run, trainee, 
 UP, DOWN = True, False
 # 83 parameters are eleven chunks: a push needs more than its first credit, which is 6.
 CHUNK_ELEMENTS, CHUNKS = 8, 11
-# A chunk message ends with a frame of two bytes and 8 elements in fp32.
-BUFFER_FRAME = 2 + 4 * CHUNK_ELEMENTS
 # A break here is not a reconnection: the worker has not been welcomed before, or is leaving. A notice
 # may follow a welcome that the worker has not read yet.
 UNNOTICED = {"greeting", "ready", "join", "welcome", "notice", "leave"}

@@ -28,22 +28,37 @@ from diloco_broker.storage.checkpoint import Damaged, found, load
 from diloco_broker.storage.folder_lock import LOCK, FolderLock
 from diloco_protocol import UsageError
 from diloco_protocol.version import VersionId
-from diloco_worker import DiLoCoClient, GlobalParameters
+from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
 from kit import process_kit
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
+from kit.layers import SIZE, Layers, delta, name_of
 from kit.process_kit import (
     LOCAL,
     PATIENCE_S,
-    Child,
     Processes,
     a_free_address,
-    a_line,
     memory_kib,
-    step_of_a_line,
     wait_for,
 )
 from kit.proxy import ForgettingProxy
+
+FP32 = ("--wire-dtype", "fp32")
+
+
+@contextmanager
+def a_client(address: str, worker_id: str = "w") -> Iterator[DiLoCoClient]:
+    """One that has joined with one layer."""
+    with DiLoCoClient(address, worker_id=worker_id, timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        yield client
+
+
+def pushes_and_pulls(client: DiLoCoClient, first: int, last: int) -> GlobalParameters:
+    """Make these pushes of worker 0; returns the parameters after them."""
+    for number in range(first, last):
+        client.push({name_of(0): delta(0, number)})
+        final = client.pull()
+    return final
 
 
 @dataclass
@@ -56,7 +71,6 @@ class Walker:
     enough: threading.Event = field(default_factory=threading.Event)
     pushes: dict[str, tuple[int, int]] = field(default_factory=dict)  # push id: fragment, number
     done: int = 0
-    warned: str | None = None
 
     @property
     def name(self) -> str:
@@ -89,11 +103,6 @@ def walking(workers: int, address: str, least: int, pieces: int = 1) -> Iterator
         # In rounds the others wait for a worker that still has to push.
         for run in runs:
             run.result(PATIENCE_S)
-
-
-def final_of(address: str) -> GlobalParameters:
-    with DiLoCoClient(address, timeout=PATIENCE_S) as client:
-        return client.pull()
 
 
 def wait_for_pushes(walkers: list[Walker], pushes: int) -> None:
@@ -171,7 +180,10 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
             broker = processes.broker(**options)
             wait_for_pushes(walkers, 2)  # the first may have been over when it was killed
             times.append(time.monotonic() - began)
-    final = final_of(options["bind"])
+    if options["save_dir"] is None:
+        broker.says("from versions of its workers")
+    with DiLoCoClient(options["bind"], timeout=PATIENCE_S) as client:
+        final = client.pull()
     assert max(times) < 10, f"from the start to the second round that is over: {times} s"
     rule = {"lr": 0.7, "momentum": 0.9}
     if RUNS[name].get("outer") == "sgd":  # without a round to average in, each counts 1/workers
@@ -222,12 +234,10 @@ def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Process
     assert broker.output.count("2 of 2 expected workers averaged") == 3, broker.output
 
 
-def test_signal_saves_tells_the_workers_and_ends_with_0(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_signal_saves_tells_workers_and_ends_with_0(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    broker = processes.start(process_kit.command, *serve_options(folder, "--save-every", "50"))
-    with a_client(broker.address()) as client:
+    broker, address = processes.serve("--save-dir", str(folder), *FP32, "--save-every", "50")
+    with a_client(address) as client:
         final = pushes_and_pulls(client, 0, 3)
         assert [path.name[-1] for path in wait_for(lambda: found(folder))] == ["0"]
         began = time.monotonic()
@@ -244,12 +254,10 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
     )
 
 
-def test_second_signal_ends_at_once_though_a_save_hangs(
-    processes: Processes, tmp_path: Path
-) -> None:
-    options = serve_options(tmp_path / "run")
-    broker = processes.start(process_kit.command_with_a_disk_that_hangs, *options)
-    with a_client(broker.address()) as client:
+def test_second_signal_ends_at_once_as_a_save_hangs(processes: Processes, tmp_path: Path) -> None:
+    options = ("--save-dir", str(tmp_path / "run"), *FP32)
+    broker, address = processes.serve(*options, by=process_kit.on_a_disk_that_hangs)
+    with a_client(address) as client:
         final = pushes_and_pulls(client, 0, 3)
         assert final.version.counter == 3, "a run does not wait for its disk"
         broker.says("hangs")
@@ -267,13 +275,43 @@ H = 4
 CHUNKS = 20
 
 
-def reached(first: int, steps: int) -> torch.Tensor:
+def step(model: Layers, optimizer: torch.optim.Optimizer, number: int) -> None:
+    x = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(100 + number))
+    optimizer.zero_grad()
+    model.layers[0](x).pow(2).mean().backward()
+    optimizer.step()
+
+
+def reached() -> Tensor:
     """Where a worker gets to from the first parameters, all by itself."""
-    model = a_line()
+    model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(first, first + steps):
-        step_of_a_line(model, optimizer, number)
-    return model.weight.detach()
+    for number in range(H):
+        step(model, optimizer, number)
+    weight: Tensor = model.state_dict()[name_of(0)]
+    return weight
+
+
+def train_from_checkpoint(address: str, path: Path, save_at: int) -> None:
+    """A script that goes on from its checkpoint, if there is one, and writes one at a step."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    diloco = DiLoCoWorker(model, optimizer, server=address, worker_id="a")
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "diloco": diloco}
+    done = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        done = saved["done"]
+    with diloco:
+        print(f"begins at {done}", flush=True)
+        while done < H:
+            step(model, optimizer, done)
+            done += 1
+            if done == save_at and not path.exists():
+                saved = {name: part.state_dict() for name, part in parts.items()}
+                torch.save({**saved, "done": done}, path)
 
 
 @pytest.mark.parametrize(
@@ -287,26 +325,25 @@ def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
     audit, path = tmp_path / "audit.jsonl", tmp_path / "script.pt"
     rule: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "disconnect_grace": 0.1}
     config = BrokerConfig(workers=2, sync_every=H, audit=str(audit), **LOCAL, **rule, **reducer)
-    start = a_line().weight.detach()
+    start = Layers().state_dict()[name_of(0)]
     with (
         Broker(config) as broker,
         ForgettingProxy(broker.address, True, CHUNKS) as proxy,
         DiLoCoClient(broker.address, worker_id="b", timeout=PATIENCE_S) as other,
     ):
-        other.join(a_line())
-        script = (process_kit.train_from_checkpoint, broker.address, path, saved_at or 0, H)
-        first = processes.start(script[0], proxy.address, *script[2:])
+        other.join(Layers())
+        first = processes.start(train_from_checkpoint, proxy.address, path, saved_at or 0)
         assert proxy.has_forgotten.wait(PATIENCE_S), "it never got to its upload"
         first.kill()
         assert path.exists() is (saved_at is not None)
-        second = processes.start(*script)
+        second = processes.start(train_from_checkpoint, broker.address, path, 0)
         second.says(f"begins at {saved_at or 0}")
         theirs = torch.full_like(start, 0.5)
-        other.push({"weight": theirs}, steps=H)
-        got = other.pull().tensors["weight"]
+        other.push({name_of(0): theirs}, steps=H)
+        got = other.pull().tensors[name_of(0)]
         assert second.ends() == 0
         status = other.status()
-    mine = start - reached(0, H)
+    mine = start - reached()
     torch.testing.assert_close(got, start - (mine + theirs) / 2, rtol=1e-6, atol=1e-6)
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     (version,) = [line for line in lines if line["pushes"]]
@@ -317,9 +354,7 @@ def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
     assert status["round"]["number"] == 1
 
 
-def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_run_goes_on_with_a_full_disk_and_saves_later(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broker = processes.broker(save_dir=str(folder), keep=2)
     with a_client(broker.address()) as client:
@@ -362,10 +397,11 @@ def test_durable_run_waits_for_room_and_loses_nothing(processes: Processes, tmp_
 def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: Path) -> None:
     """Neither its lock nor its audit log can be written."""
     audit = tmp_path / "audit"
-    options = serve_options(tmp_path / "run", "--audit", str(audit))
-    broker = processes.start(process_kit.command_on_a_full_disk, *options)
-    with a_client(broker.address()) as client:
+    options = ("--save-dir", str(tmp_path / "run"), *FP32, "--audit", str(audit))
+    broker, address = processes.serve(*options, by=process_kit.on_a_full_disk)
+    with a_client(address) as client:
         pushes_and_pulls(client, 0, 2)
+        wait_for(lambda: client.status()["checkpoint"]["error"])
         texts = " ".join(event["text"] for event in client.status()["events"])
         assert f"Cannot write the audit log {audit}: File too large." in texts
         assert "checkpoint" in texts
@@ -375,7 +411,7 @@ def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: P
 
 
 @pytest.mark.slow
-def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
+def test_audit_log_has_no_wrong_line_after_a_full_disk(
     processes: Processes, tmp_path: Path
 ) -> None:
     """Lines that could not be written may be missing; all others can be read."""
@@ -397,48 +433,14 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
     assert rounds[-3:] == [4, 5, 0]
 
 
-def a_config(folder: Path, **options: Any) -> BrokerConfig:
-    """Durable, so that each version is saved, however slow the disk."""
-    return BrokerConfig(**{**LOCAL, "save_dir": str(folder), "durable": True, **options})
-
-
-def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_folder_is_locked_until_its_broker_is_killed(processes: Processes, tmp_path: Path) -> None:
     broker = processes.broker(save_dir=str(tmp_path))
     broker.address()
+    config = BrokerConfig(save_dir=str(tmp_path), **LOCAL)
     with pytest.raises(UsageError, match=rf"process {broker.pid}\) saves to .*another --save-dir"):
-        Broker(a_config(tmp_path))
+        Broker(config)
     broker.kill()
-    Broker(a_config(tmp_path)).close()
-
-
-LARGE = {"chunk_elements": 1 << 19, "wire_dtype": "fp32", "keep": 1}
-
-
-@contextmanager
-def large(broker: Child, rounds: int) -> Iterator[DiLoCoClient]:
-    """A worker with 20 MB of parameters, for which the broker has as much momentum."""
-    model = Layers(5, size=1000)
-    with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
-        client.join(model)
-        for _ in range(rounds):
-            client.push({name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()})
-            client.pull()
-        yield client
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-def test_the_loop_itself_writes_nothing_of_a_checkpoint(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """The bytes that the loop's thread writes in three saves."""
-    broker = processes.broker(**LARGE, save_dir=str(tmp_path))
-    with large(broker, rounds=3) as client:
-        wait_for(lambda: client.status()["checkpoint"]["round"] == 3)
-        assert bytes_written(f"/proc/{broker.pid}/io") > 40e6, "by all threads"
-        assert bytes_written(f"/proc/{broker.pid}/task/{broker.pid}/io") < 1e6, "by the loop's"
+    Broker(config).close()
 
 
 def bytes_written(file: str) -> int:
@@ -448,23 +450,28 @@ def bytes_written(file: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_no_copy_of_the_model_is_made_to_save_it(processes: Processes, tmp_path: Path) -> None:
-    """The peak of the process's memory while it saves."""
-    broker = processes.broker(**LARGE, save_dir=str(tmp_path), save_every=100)
-    with large(broker, rounds=2) as client:
+def test_save_copies_no_model_and_stops_no_loop(processes: Processes, tmp_path: Path) -> None:
+    """The peak of memory, and the bytes that the loop writes, of 20 MB with as much momentum."""
+    sizes: dict[str, Any] = {"chunk_elements": 1 << 19, "wire_dtype": "fp32", "keep": 1}
+    broker = processes.broker(**sizes, save_dir=str(tmp_path), save_every=100)
+    model = Layers(5, size=1000)
+    with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
+        client.join(model)
+        for _ in range(2):
+            client.push({name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()})
+            client.pull()
         Path(f"/proc/{broker.pid}/clear_refs").write_text("5")  # the peak begins anew
         before = memory_kib(broker.pid, "VmHWM")
         assert client.control("save").ok
         wait_for(lambda: client.status()["checkpoint"]["round"] == 2)
-        assert memory_kib(broker.pid, "VmHWM") - before < 7_800  # KiB
-    file = found(tmp_path)[0] / "fragment-0.safetensors"
-    assert file.stat().st_size > 40e6
+        assert memory_kib(broker.pid, "VmHWM") - before < 7_800, "KiB: it has made a copy"
+        assert bytes_written(f"/proc/{broker.pid}/io") > 40e6, "by all threads"
+        assert bytes_written(f"/proc/{broker.pid}/task/{broker.pid}/io") < 1e6, "by the loop's"
+    assert (found(tmp_path)[0] / "fragment-0.safetensors").stat().st_size > 40e6
 
 
 @pytest.mark.slow
-def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_killed_save_leaves_what_was_there(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     draw = random.Random(5)
     for incarnation in range(1, 5):
@@ -501,9 +508,7 @@ def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> 
     assert_equal(load(checkpoint.save(tmp_path, adopted, keep=3)), adopted)
 
 
-def test_checkpoint_that_is_written_again_never_disappears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewritten_checkpoint_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only one is requested twice."""
     made = a_checkpoint(4)
     checkpoint.save(tmp_path, made, keep=1)

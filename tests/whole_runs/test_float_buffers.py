@@ -66,9 +66,7 @@ Sent = list[tuple[Tensor, float, float]]
 
 
 @given(old=values, sent=pools.flatmap(several))
-def test_mean_of_a_round_stays_in_the_range_of_what_reached_the_chunk(
-    old: Tensor, sent: Sent
-) -> None:
+def test_mean_of_a_round_stays_in_the_range_of_its_contributions(old: Tensor, sent: Sent) -> None:
     tensors = the_tensors(old)
     for each, weight, _ in sent:
         assert fold(tensors, 0, BUFFERS, wire(each), weight) is not None

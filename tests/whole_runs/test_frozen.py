@@ -44,7 +44,7 @@ def joins(broker: Broker, model: nn.Module, worker_id: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_to_join_with_a_hundred_million_frozen_parameters_costs_less_than_ten_megabytes(
+def test_join_with_100_million_frozen_parameters_costs_less_than_10_mb(
     broker: Broker,
 ) -> None:
     joins(broker, Adapted(elements=100_000_000), "first")

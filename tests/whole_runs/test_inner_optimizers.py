@@ -42,8 +42,6 @@ def in_groups(model: nn.Module) -> Optimizer:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How each worker trains."""
-
     optimizer: MakeOptimizer
     precision: str
     accumulation: int

@@ -20,7 +20,7 @@ from diloco_worker import DiLoCoClient
 from kit.keyed_broker import ALLOWED, file_of, forged, key, public_of, written
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, wait_for
-from kit.sites import Sites, a_model, ledger_of, until
+from kit.sites import Sites, a_model, ledger_of
 
 pytest_plugins = ("kit.key_fixtures",)
 
@@ -99,9 +99,7 @@ def test_feed_is_for_those_with_a_key(keyed: Broker, folder: KeyFolder) -> None:
         context.destroy(linger=0)
 
 
-def test_revoked_key_ends_the_session_and_a_new_one_lets_the_worker_back_in(
-    keyed: Broker, folder: KeyFolder
-) -> None:
+def test_revoked_key_ends_the_session_until_it_is_back(keyed: Broker, folder: KeyFolder) -> None:
     public = public_of(folder, "w0")
     with a_worker(keyed, folder, "w0") as revoked, a_worker(keyed, folder, "w1") as other:
         for each in (revoked, other):
@@ -182,7 +180,7 @@ def test_site_with_its_own_keys_trains_at_a_hub_with_others(sites: Keyed) -> Non
 def test_peer_that_the_site_does_not_know_cannot_join_through_it(sites: Keyed, who: str) -> None:
     hub = sites.hub(1, keys=str(sites.of_hub.path))
     relay = sites.site(hub, key_of_north(sites.of_hub))
-    until(lambda: relay.is_connected, "the hub admits it")
+    wait_for(lambda: relay.is_connected)
     keys = {
         "without a key": None,
         "a worker of the hub": file_of(sites.of_hub, "w0"),
@@ -197,9 +195,7 @@ def test_peer_that_the_site_does_not_know_cannot_join_through_it(sites: Keyed, w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["without a key", "with a forged key", "a worker"])
-def test_relay_that_the_hub_refuses_says_why(
-    sites: Keyed, caplog: pytest.LogCaptureFixture, who: str
-) -> None:
+def test_refused_relay_says_why(sites: Keyed, caplog: pytest.LogCaptureFixture, who: str) -> None:
     hub = sites.hub(1, keys=str(sites.of_hub.path))
     keys = {
         "without a key": None,
@@ -207,9 +203,8 @@ def test_relay_that_the_hub_refuses_says_why(
         "a worker": key(sites.of_hub, "w0"),
     }[who]
     relay = sites.site(hub, keys)
-    until(
-        lambda: any(r.name == "diloco.relay" and "key" in r.message for r in list(caplog.records)),
-        "it says why",
+    wait_for(
+        lambda: any(r.name == "diloco.relay" and "key" in r.message for r in list(caplog.records))
     )
     assert not relay.is_connected
 
@@ -231,18 +226,13 @@ def test_operator_of_the_site_reads_the_run_and_that_of_the_hub_steers_it(sites:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("revoked", "alive"), [("worker", 1), ("relay", 0)])
-def test_revoked_key_ends_the_sessions_of_a_worker_or_of_a_whole_site(
-    sites: Keyed, revoked: str, alive: int
-) -> None:
+def test_revoked_key_ends_sessions_behind_a_relay(sites: Keyed, revoked: str, alive: int) -> None:
     hub, relay = sites.trained()
     if revoked == "worker":
         public_of(sites.of_site, "w1").unlink()
     else:
         (sites.of_hub.path / "allowed" / "relay" / "north.pub").unlink()
-        until(lambda: not relay.is_connected, "the relay is disconnected")
+        wait_for(lambda: not relay.is_connected)
     with sites.operator(hub, sites.of_hub) as operator:
-        until(
-            lambda: operator.ask("status").data["counts"]["alive"] == alive,
-            f"{alive} workers are alive",
-        )
+        wait_for(lambda: operator.ask("status").data["counts"]["alive"] == alive)
     assert ledger_of(hub).keys() == {"w0", "w1"}

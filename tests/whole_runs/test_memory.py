@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_broker import Broker, BrokerConfig
@@ -358,8 +359,6 @@ def storages() -> dict[int, int]:
 
 def measure(kind: str, address: str, name: str, out: str, sizes: dict[str, Any]) -> None:
     """Train for some rounds, and write down the most that was kept, and the size of the model."""
-    import torch.distributed as dist
-
     torch.manual_seed(0)
     width = sizes["width"]
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(sizes["layers"])))

@@ -23,9 +23,7 @@ STEERED = {"outer_lr_schedule": "linear:10:0.5"}
     [WARMUP, {"mode": "async", "outer": "sgd", "outer_momentum_warmup": "constant"}],
     ids=["rounds", "asynchronous, no momentum"],
 )
-def test_steps_follow_the_schedules_across_a_restart_and_an_operator(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_steps_follow_schedules_through_a_restart(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(7, 5)
     theta = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -31,29 +31,8 @@ def test_workers_may_start_before_the_broker(processes: Processes) -> None:
 
 
 @pytest.mark.slow
-def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(processes: Processes) -> None:
-    address = a_free_address()
-    options = ("--workers", "2", "--sync-every", "5", "--no-save")
-    first, _ = processes.serve(*options, bind=address)
-    workers = [processes.train(name, address, 120, pause=0.02) for name in ("a", "b")]
-    first.says("Round 3 closed")  # no worker may have its version yet; each has that of round 2
-    first.kill()
-    first.ends()
-    second, _ = processes.serve(*options, bind=address)
-    begins = second.says("continues with round")
-    number = int(begins.split("round ")[1].split(",")[0])
-    assert number >= 3, "rounds are counted on, not from 0"
-    assert "from versions of its workers" in begins
-    assert begins.split("Run ")[1].split()[0] in first.output, "it is the same run"
-    assert [worker.ends() for worker in workers] == [0, 0]
-    assert processes.result("a")["weights"] == processes.result("b")["weights"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "--restarting"])
-def test_run_goes_on_when_the_broker_is_restarted(
-    processes: Processes, tmp_path: Path, how: str
-) -> None:
+def test_run_goes_on_when_a_broker_restarts(processes: Processes, tmp_path: Path, how: str) -> None:
     address, folder = a_free_address(), str(tmp_path / "run")
     options = ("--sync-every", "5", "--workers", "2", "--save-dir", folder)
     first, _ = processes.serve(*options, bind=address)
@@ -155,7 +134,6 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
             assert (result["steps"], result["metrics"]["pushes"]) == (24, "4")
 
 
-SCRIPT = str(KIT / "queue_script.py")
 # Each contribution is worth 1 / workers, and counts whole or not at all.
 SUMS = ("--mode", "async", "--outer", "sgd", "--outer-lr", "2", "--workers", "2")
 
@@ -166,7 +144,9 @@ def test_each_unit_counts_once_an_epoch_though_a_worker_is_killed(processes: Pro
 
     def trains(name: str) -> Child:
         return processes.run(
-            SCRIPT, "60", "2", "0.02", DILOCO_SERVER=address, DILOCO_WORKER_ID=name
+            *(str(KIT / "queue_script.py"), "60", "2", "0.02"),
+            DILOCO_SERVER=address,
+            DILOCO_WORKER_ID=name,
         )
 
     one, other = trains("one"), trains("other")

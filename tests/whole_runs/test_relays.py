@@ -5,7 +5,6 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -19,12 +18,12 @@ from diloco_protocol.errors import Refused, Unreachable
 from diloco_protocol.messages import LONGEST_JOIN
 from diloco_tools.tcp_proxy import Gate, TcpProxy
 from diloco_worker import DiLoCoClient
+from kit.process_kit import wait_for
 from kit.raw_worker import RawWorker, one_tensor
-from kit.sites import Sites, a_model, assert_close, assert_same, ledger_of, star, until
+from kit.sites import Sites, a_model, assert_close, assert_same, ledger_of, star
 
 ROUNDS = range(3)
 State = dict[str, Tensor]
-Begin = Callable[[Sites, Broker], Any]
 
 
 def tree(sites: Sites, hub: Broker) -> None:
@@ -36,20 +35,13 @@ def tree(sites: Sites, hub: Broker) -> None:
     sites.workers(hub, "e")
 
 
-def one_broker(sites: Sites, hub: Broker) -> None:
-    sites.workers(hub, *"abcde")
-
-
-def result_of(begin: Begin, *, order: random.Random | None = None, **given: Any) -> State:
+def through_tree(*, order: random.Random | None = None, **given: Any) -> State:
     """The parameters after the rounds. `order` draws in which order the workers push."""
-    pieces = given.get("num_fragments", 1)
-    final: State = {}
     with Sites() as sites:
-        begin(sites, sites.hub(5, **given))
+        tree(sites, sites.hub(5, **given))
         for number in ROUNDS:
             names = order.sample("abcde", 5) if order else "abcde"
-            sites.push(*names, number=number, fragment=number % pieces if pieces > 1 else None)
-            final = sites.pull(*"abcde")
+            final = sites.rounds([number], *names)
     return final
 
 
@@ -81,19 +73,19 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tree_has_the_result_of_one_broker_in_rounds_of_each_kind(kind: str) -> None:
-    assert_close(result_of(tree, **KINDS[kind]), result_of(one_broker, **KINDS[kind]))
+    assert_close(through_tree(**KINDS[kind]), star(ROUNDS, *"abcde", **KINDS[kind]))
 
 
 def test_quantized_versions_are_the_same_at_all_workers_to_the_bit() -> None:
     """`Sites.pull` compares them after each round."""
-    result_of(tree, reply_dtype="int4z", wire_dtype="int4z", chunk_elements=300)
+    through_tree(reply_dtype="int4z", wire_dtype="int4z", chunk_elements=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["fp32", "int4z"])
 def test_order_of_arrival_changes_no_bit_in_deterministic_rounds(wire: str) -> None:
     given: dict[str, Any] = {"deterministic": True, "wire_dtype": wire, "chunk_elements": 300}
-    one, other = (result_of(tree, order=random.Random(seed), **given) for seed in (1, 2))
+    one, other = (through_tree(order=random.Random(seed), **given) for seed in (1, 2))
     assert_same(one, other)
 
 
@@ -204,26 +196,26 @@ def test_model_of_many_tensors_is_described_through_a_relay(has_model: bool) -> 
 
 
 @pytest.mark.slow
-def test_relay_of_a_hub_that_takes_none_says_so_and_lets_no_worker_in(
+def test_relay_of_a_hub_that_takes_none_lets_no_worker_in(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Sites() as sites:
         relay = sites.begin_relay(sites.hub(1, relays=False), "north")
-        until(lambda: "--relays" in caplog.text, "the relay says why")
+        wait_for(lambda: "--relays" in caplog.text)
         with pytest.raises(Unreachable, match="relay"):
             DiLoCoClient(relay.address, worker_id="a", timeout=2.0).join(a_model())
         assert not relay.is_connected
 
 
 @pytest.mark.slow
-def test_second_relay_or_worker_of_a_name_is_refused_while_the_first_is_connected(
+def test_second_relay_or_worker_of_a_name_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Sites() as sites:
         hub = sites.hub(2)
         sites.workers(sites.relay(hub, "north"), "a", "b")
         other = sites.begin_relay(hub, "north")
-        until(lambda: "--name" in caplog.text, "the second says why")
+        wait_for(lambda: "--name" in caplog.text)
         south = sites.relay(hub, "south")
         with pytest.raises((Refused, Unreachable), match="'a'"):
             DiLoCoClient(south.address, worker_id="a", timeout=2.0).join(a_model())

@@ -90,9 +90,7 @@ def tree(processes: Processes) -> Iterator[Tree]:
     [("ac", ["north"]), ("abc", ["hub"]), ("abc", ["north", "south", "hub"])],
     ids=["relay", "hub", "all"],
 )
-def test_kill_between_the_pushes_of_a_round_loses_nothing(
-    tree: Tree, pushed: str, killed: list[str]
-) -> None:
+def test_kill_between_pushes_loses_nothing(tree: Tree, pushed: str, killed: list[str]) -> None:
     tree.sites.rounds(range(2), *"abcd")
     tree.sites.push(*pushed, number=2)
     tree.dies(*killed)
@@ -113,9 +111,7 @@ def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> No
 
 
 @pytest.mark.parametrize("to", ["south", "hub"])
-def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
-    processes: Processes, to: str
-) -> None:
+def test_workers_of_a_relay_that_is_gone_go_elsewhere(processes: Processes, to: str) -> None:
     with ExitStack() as opened:
         tree = Tree(processes, opened)
         tree.begins("hub", "north", "south")

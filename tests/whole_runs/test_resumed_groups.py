@@ -51,7 +51,6 @@ def train_from_checkpoint(
     "own", "all", or that of "dcp". `spoilt` differs from the saved state: the "model", or the "moment"
     of the last process.
     """
-    torch.set_num_threads(1)
     model, group = language(), None
     rank = int(os.environ["RANK"])
     if kind == "ddp":

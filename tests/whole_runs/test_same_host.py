@@ -192,7 +192,7 @@ def test_proxies_have_other_addresses_than_the_broker(
     assert leads_to(dialled, bound) == leads
 
 
-def test_socket_that_vanishes_after_it_was_found_costs_one_reconnection(
+def test_socket_that_vanishes_costs_one_reconnection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ZeroMQ alone would retry it endlessly."""

@@ -47,9 +47,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("pieces", "delay", "alpha"), GRID)
-def test_deterministic_run_equals_the_loop_bit_for_bit(
-    pieces: int, delay: int, alpha: float | None
-) -> None:
+def test_deterministic_run_equals_the_loop(pieces: int, delay: int, alpha: float | None) -> None:
     check(Plan(STEPS[pieces], strided(pieces), delay, alpha), with_adamw)
 
 
@@ -64,7 +62,7 @@ def test_run_of_three_workers_equals_the_loop(
 
 
 @pytest.mark.parametrize("weight_by", ["tokens", "samples", "tokens2-per-step"])
-def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last(
+def test_contributions_weigh_by_reports_since_the_fragment_was_last_sent(
     weight_by: str,
 ) -> None:
     def amount(worker: int, step: int) -> int:
@@ -90,9 +88,7 @@ def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_la
 
 
 @pytest.mark.parametrize(("mode", "outer"), [("sync", "nesterov"), ("async", "dn")])
-def test_one_worker_with_every_step_taken_over_is_the_plain_inner_optimizer(
-    mode: str, outer: str
-) -> None:
+def test_one_worker_that_keeps_every_step_is_its_inner_optimizer(mode: str, outer: str) -> None:
     """H = 1, eta = 1, mu = 0: theta - (theta - theta_1) is what the inner step made of it."""
     options: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 1}
     with Broker(make_config(mode=mode, outer=outer, **options)) as broker:
@@ -257,14 +253,3 @@ def test_run_of_sparseloco_equals_the_plain_loop_bit_for_bit(plan: Plan) -> None
     travels = Accumulators()
     assert_same(got, streaming(trainees(2, adamw), steps, plan, falling, travels=travels))
     assert all(bool(e.any()) for e in travels.e.values()), "something was left out"
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_run_in_sparse_ends_with_what_it_has_learnt(mode: str) -> None:
-    """Copies are compared at the end of each run. The model has 83 elements: all but 19 are sent."""
-    options: dict[str, Any] = {"mode": mode, "sync_every": 4, "reply_dtype": "int8"}
-    options |= {"wire_dtype": "sparse", "feedback_decay": 0.95}
-    with Broker(make_config(**options)) as broker:
-        first, last = run(broker, trainees(1), 4).final, run(broker, trainees(1), 40).final
-    assert any(not torch.equal(first[name], last[name]) for name in first)
-    assert all(bool(torch.isfinite(value).all()) for value in last.values())

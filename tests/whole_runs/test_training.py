@@ -10,7 +10,7 @@ from diloco_broker import Broker
 from diloco_worker import DiLoCoClient
 from kit.process_kit import wait_for
 from kit.raw_worker import DTYPES
-from kit.reference import Plan, Trainee, streaming
+from kit.reference import Plan, State, Trainee, streaming
 from kit.whole_run import (
     PATIENCE_S,
     an_mlp,
@@ -40,9 +40,12 @@ def test_workers_of_a_round_may_differ_in_h_and_wire_dtype() -> None:
     workers = range(len(h))
     with Broker(make_config(workers=len(h), sync_every=9, deterministic=True)) as broker:
         got = run(broker, [rounds(worker) for worker in workers], 4, own=own)
-    dtypes = [DTYPES[wire] for wire in wires]
-    each_step = Plan(1, strided(1))
-    wanted = streaming([rounds(worker) for worker in workers], 4, each_step, wires=dtypes)
+
+    def travels(worker: int, delta: State) -> State:
+        return {name: value.to(DTYPES[wires[worker]]).float() for name, value in delta.items()}
+
+    made = [rounds(worker) for worker in workers]
+    wanted = streaming(made, 4, Plan(1, strided(1)), travels=travels)
     assert_same(got, wanted, exact=True)
     for name, tensor in got.final.items():
         assert all(torch.equal(history[-1][name], tensor) for history in got.histories)

@@ -1,7 +1,5 @@
 """Short forms of an address mean the same everywhere; anything else is quoted as it was written."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The records of the feed: snapshots of brokers of any release, and values that are not snapshots."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

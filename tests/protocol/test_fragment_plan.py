@@ -1,7 +1,5 @@
 """Which parameters are in which fragment, and what is due at a step."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Why a broker and a client do not come together: what is said, and what is final."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import tempfile

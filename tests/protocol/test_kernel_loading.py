@@ -1,7 +1,5 @@
 """Kernels that cannot be loaded: torch does their work, and one log line says why."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Messages and frames: what goes in comes out, and whatever else comes in gets a sentence."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

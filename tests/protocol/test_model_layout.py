@@ -1,7 +1,5 @@
 """How a model is described and cut, what travels, and what a version's ledger says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A user's own split of the model: a file of names and patterns, or a function; its runs and resumes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

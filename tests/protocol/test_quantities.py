@@ -1,7 +1,5 @@
 """Quantities as people write and read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from math import inf, nan

@@ -1,7 +1,5 @@
 """Lists of parts and optimizers in a run, and invalid arguments: each raises a sentence at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

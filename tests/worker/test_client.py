@@ -1,7 +1,5 @@
 """DiLoCoClient against a scripted broker."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

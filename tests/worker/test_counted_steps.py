@@ -1,7 +1,5 @@
 """Which steps count, their pace, and the script's reports."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

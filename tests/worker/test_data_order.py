@@ -1,7 +1,5 @@
 """Workers of one script read the data in different orders, and each has its share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field

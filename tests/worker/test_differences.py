@@ -1,7 +1,5 @@
 """Versions that arrive as differences from the held one, against a scripted broker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

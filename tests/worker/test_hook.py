@@ -1,7 +1,5 @@
 """A healthy worker against a scripted broker, over real sockets."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

@@ -1,7 +1,5 @@
 """A run inside one process: workers that one thread steps in turn, or each its own thread."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A worker with server="local": DiLoCo with one worker, in its own process."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

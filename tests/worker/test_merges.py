@@ -4,8 +4,6 @@ Each optimizer step lowers every value by 1, from 100. An interrupted merge resu
 and leads to the same model and the same next pseudo-gradient: what counted counts once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The worker's log of its pushes: its content, its order, and whether it survives the worker."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The worker trains against a scripted broker; each step lowers every parameter by
 of each chunk is computed by codecs in plain Python, in fp32.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace

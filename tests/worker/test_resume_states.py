@@ -1,7 +1,5 @@
 """What the broker's version means for a saved state, and which states are valid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keywords and the DILOCO_* variables behind them."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -4,8 +4,6 @@ Most scripts run in their own processes; the broker is in a thread of this one, 
 whether the worker left (one that vanishes counts as dead).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

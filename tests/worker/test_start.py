@@ -1,7 +1,5 @@
 """Joining a run: wrapped optimizers, and failures that leave nothing behind."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

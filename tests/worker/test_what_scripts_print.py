@@ -1,7 +1,5 @@
 """The output of a script with a worker: log lines and uncaught errors, in real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

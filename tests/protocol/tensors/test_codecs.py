@@ -1,7 +1,5 @@
 """Quantized codecs against the same in plain Python, at the edges of fp32, and with hostile bytes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

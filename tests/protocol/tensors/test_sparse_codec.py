@@ -1,7 +1,5 @@
 """Sparse codecs: the largest of each 4096 elements, against the same in plain Python."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`--auto`: scripts without DiLoCo, in real processes with a real broker."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

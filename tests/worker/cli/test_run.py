@@ -1,7 +1,5 @@
 """`diloco-worker run`, with real processes: variables, exit codes, signals, restarts, the background."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The doctor reports each fault as a sentence, with its own exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The model as flat vectors: the manifest, the delta in wire form, putting values back, rebasing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -2,8 +2,6 @@
 others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

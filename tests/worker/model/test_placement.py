@@ -3,8 +3,6 @@
 Uses a simulated second device (`kit.other_device`); `gpu/test_cuda` uses a real one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Each number of processes goes through all cases (kit/spread_cases.py) in one tes
 start the same processes in each process of pytest.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model in the wrappers of libraries has the names that it has without them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker with several addresses: which it tries, when it moves on, where it stays."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_protocol import Code

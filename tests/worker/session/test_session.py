@@ -1,7 +1,5 @@
 """The worker's state machine, with a simulated clock and no socket."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The session's handling of pushes, seeding and pulls: a simulated clock, no socket."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 

@@ -1,7 +1,5 @@
 """The decisions after each optimizer step: freezing, waiting, merging, leaving, resuming."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 With H = 12 and P = 3 fragment 0 has its slot after step 4; with H = 6, after step 2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

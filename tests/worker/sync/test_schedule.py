@@ -1,7 +1,5 @@
 """The cycle of slots, the cursor in the sequence of rounds, and who may be waited for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -236,14 +236,6 @@ def best_partition(sizes: Sequence[int], groups: int) -> int:
     return best
 
 
-def balanced(sizes: Sequence[int], groups: int) -> int:
-    """Elements of the largest balanced fragment."""
-    manifest = of_sizes(sizes)
-    found = loads(manifest, FragmentPlan.of(manifest, groups, "balanced"))
-    assert all(found)
-    return max(found)
-
-
 def test_largest_balanced_fragment_is_within_a_third_of_the_best_partition() -> None:
     draw = random.Random(2)
     uneven = 0
@@ -251,8 +243,10 @@ def test_largest_balanced_fragment_is_within_a_third_of_the_best_partition() -> 
         groups, top = draw.randint(1, 5), draw.choice([8, 20, 1000])
         low = max(1, draw.choice([1, top // 3, top // 2]))
         sizes = [draw.randint(low, top) for _ in range(draw.randint(groups, 9))]
-        largest, best = balanced(sizes, groups), best_partition(sorted(sizes, reverse=True), groups)
-        assert largest <= (4 / 3 - 1 / (3 * groups)) * best + 1e-9, (sizes, groups)
+        manifest = of_sizes(sizes)
+        found = loads(manifest, FragmentPlan.of(manifest, groups, "balanced"))
+        largest, best = max(found), best_partition(sorted(sizes, reverse=True), groups)
+        assert all(found) and largest <= (4 / 3 - 1 / (3 * groups)) * best + 1e-9, (sizes, groups)
         uneven += largest > best
     assert uneven > 100, "the bound is put to the test"
 

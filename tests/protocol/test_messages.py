@@ -175,27 +175,6 @@ def test_garbage_bytes_never_do_more_than_raise_a_sentence(garbage: bytes) -> No
         decode(garbage)
 
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 2**64 - 1) | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@given(st.sampled_from(EVERY_KIND), st.data())
-def test_any_value_in_any_field_is_taken_or_refused(message: Message, data: st.DataObject) -> None:
-    plain = msgpack.unpackb(encode(message))
-    field = data.draw(st.sampled_from([key for key in plain if key != "kind"]))
-    plain[field] = data.draw(values)
-    sentence = "."
-    try:
-        assert isinstance(decode(msgpack.packb(plain)), Message)
-    except ProtocolError as error:
-        sentence = str(error)
-    assert sentence.endswith(".")
-
-
 @pytest.mark.parametrize(
     ("frames", "words"),
     [

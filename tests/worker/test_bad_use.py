@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from diloco_protocol import Refused, UsageError
 from diloco_worker import DiLoCoWorker
+from kit.whole_run import make_config
 
 PATIENCE_S = 20.0
 
 
 @pytest.fixture
 def broker() -> Iterator[Broker]:
-    address = "tcp://127.0.0.1:*"
-    with Broker(BrokerConfig(workers=1, sync_every=2, bind=address, feed=address)) as made:
+    with Broker(make_config(workers=1, sync_every=2)) as made:
         yield made
 
 

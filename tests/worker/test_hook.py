@@ -10,18 +10,17 @@ import pytest
 import torch
 import zmq
 
-from diloco_protocol import Refused, UsageError
+from diloco_protocol import UsageError
 from diloco_protocol.messages import (
     Chunk,
     Error,
     Heartbeat,
     Join,
     Leave,
-    Message,
     Notice,
+    Progress,
     Purpose,
     Push,
-    Welcome,
 )
 from diloco_worker import DiLoCoWorker
 from diloco_worker.session.session import Session
@@ -145,6 +144,7 @@ def test_without_a_server_everything_is_a_no_op() -> None:
         before = copy.deepcopy(descent.model.state_dict())
         worker.report(loss=1.0, tokens=3)
         assert worker.force_sync() is worker.load_global() is worker.should_stop is False
+        assert (worker.round, worker.global_loss, worker.progress) == (0, None, Progress())
         state = worker.state_dict()
         descent.steps(2)
     for name, value in descent.model.state_dict().items():
@@ -183,41 +183,13 @@ def test_counters_resume_from_a_checkpoint(training: ScriptedTraining) -> None:
 
 # Being refused, waiting.
 
-WELCOME = Welcome(b"s" * 16, "epoch", run_config(num_fragments=3), 0)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "answer", "sentence"),
-    [
-        ({"sync_every": 9}, Error("config_differs", "sync_every=9, not 4."), "sync_every=9, not 4"),
-        ({"options": {"heartbeat_interval": 0}}, WELCOME, "heartbeat_interval 0"),
-        ({"sync_every": 2}, WELCOME, "sync_every is 2 and the run has 3 fragments"),
-    ],
-)
-def test_refusal_is_raised_with_its_sentence(
-    training: ScriptedTraining, keywords: dict[str, Any], answer: Message, sentence: str
-) -> None:
-    training.does(training.makes(**keywords).start)
-    broker = training.broker
-    broker.control, join, _ = broker.hears_from(Join)
-    assert join.wants == {k: v for k, v in keywords.items() if k == "sync_every"}
-    broker.says(answer)
-    with pytest.raises(Refused, match=sentence):
-        training.done()
-
 
 # Fragments.
 
 
-STREAMS = {"sync_every": 6, "num_fragments": 3}
-
-
-def begins(training: ScriptedTraining, **changes: Any) -> Any:
-    return training.begins(layers(), config=STREAMS | changes)
-
-
 def test_heartbeat_has_the_delay_in_use(training: ScriptedTraining) -> None:
-    begins(training, sync_every=12, fragment_delay_auto=True)
+    config = {"sync_every": 12, "num_fragments": 3, "fragment_delay_auto": True}
+    training.begins(layers(), config=config)
     training.steps(4)
     assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
     push, _ = training.takes(0)
@@ -349,20 +321,14 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
     assert worker.stop_reason == OVER
 
 
-@pytest.mark.parametrize("stands_at_a_boundary", [False, True])
 def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
-    training: ScriptedTraining, broker: ScriptedBroker, stands_at_a_boundary: bool
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     worker = training.begins()
     assert not worker.should_stop
-    if stands_at_a_boundary:
-        training.trains(H)
-        training.takes()
     broker.says(Notice("shutdown", "The broker stops."))
     until(lambda: worker.should_stop)
-    if not stands_at_a_boundary:
-        training.trains(H)
-    training.done()
+    training.steps(H)
     assert training.values == 100 - H
     began = time.monotonic()
     worker.close()

@@ -178,14 +178,6 @@ def test_old_name_of_the_exception_still_works() -> None:
 # The progress that a script sees of its run: rounds, steps, tokens, and the loss of all workers.
 
 
-def test_progress_is_zero_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DILOCO_SERVER", raising=False)
-    each = an_mlp(0)
-    with DiLoCoWorker(each.model, each.optimizer) as diloco:
-        each.step()
-        assert (diloco.round, diloco.global_loss, diloco.progress) == (0, None, Progress())
-
-
 def test_workers_see_the_same_progress_and_a_late_one_before_its_first_step() -> None:
     seen: dict[tuple[int, int], tuple[int, float | None, Progress]] = {}
 

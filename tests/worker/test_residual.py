@@ -95,50 +95,6 @@ DECAYS = pytest.mark.parametrize("decay", [1.0, 0.75])
 
 
 @DECAYS
-@pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_residual_is_sent_with_the_next_delta(
-    training: ScriptedTraining, wire: str, decay: float
-) -> None:
-    few(training, wire, feedback_decay=decay)
-    sender = Sender(wire, decay)
-    for counter in range(1, 6):
-        assert counted_round(training, counter) == [sender.sends(H)] * CHUNKS
-        sender.counts(H)
-    if wire == "int4":
-        assert sender.residual != 0
-
-
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-def test_unquantized_deltas_have_no_residual(training: ScriptedTraining, wire: str) -> None:
-    few(training, wire)
-    counted_round(training, 1)
-    saved = training.worker.state_dict()
-    assert saved["resume"]["fragments"][0]["residual"] is None
-
-
-@DECAYS
-def test_rejected_push_keeps_the_residual_and_loses_its_steps(
-    training: ScriptedTraining, decay: float
-) -> None:
-    few(training, feedback_decay=decay)
-    sender = Sender(decay=decay)
-    counted_round(training, 1)
-    sender.counts(H)
-    training.trains(H)
-    push, values = pushes(training)
-    assert values == [sender.sends(H)] * CHUNKS
-    training.refuses(push)
-    training.done()
-    training.trains(H)
-    push, values = pushes(training)
-    assert values == [sender.sends(H)] * CHUNKS, "as if the rejected push had not been made"
-    training.serves(100, 2, push)
-    training.done()
-    sender.counts(H)
-    assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
-
-
-@DECAYS
 def test_rejected_pushes_are_settled_by_a_later_version(
     training: ScriptedTraining, decay: float
 ) -> None:

@@ -38,8 +38,6 @@ from diloco_worker.transport import sigterm
 torch.set_num_threads(1)
 torch.manual_seed(0)
 manners = sys.argv[1]
-if manners == "stubborn":
-    sigterm.ECHO_S = 0.0  # a second signal counts, however soon
 if manners == "brief":
     waiting = sigterm.Termination.waiting
     sigterm.Termination.waiting = lambda self: print("waits", flush=True) or waiting(self)
@@ -56,9 +54,6 @@ try:
             threading.Event().wait(0.01)
             if manners == "brief" and steps == 202:
                 break
-            if diloco.should_stop and manners == "stubborn":
-                print("pays no heed", flush=True)
-                threading.Event().wait(600)
             if diloco.should_stop and manners == "polite":
                 print("stops because", diloco.stop_reason, flush=True)
                 break
@@ -148,20 +143,6 @@ def test_sigterm_ends_the_wait_for_an_absent_broker(processes: Processes) -> Non
     assert worker.ends(SOON_S) == 143
 
 
-@pytest.mark.parametrize("is_left_alone", [True, False])
-def test_second_or_unhandled_sigterm_kills(processes: Processes, is_left_alone: bool) -> None:
-    with serving() as broker:
-        handled = {"DILOCO_HANDLE_SIGNALS": str(int(not is_left_alone))}
-        worker = processes.run("train.py", "stubborn", DILOCO_SERVER=broker.address, **handled)
-        worker.says("step 6")
-        worker.gets(signal.SIGTERM)
-        if not is_left_alone:
-            worker.says("pays no heed")
-            worker.gets(signal.SIGTERM)
-        assert worker.ends(SOON_S) == -signal.SIGTERM
-    assert "unwound" not in worker.output
-
-
 def test_ctrl_c_does_not_hang_with_a_silent_broker(processes: Processes) -> None:
     broker, address = processes.serve("--sync-every", "4", "--heartbeat-timeout", "0")
     worker = processes.run("train.py", "polite", DILOCO_SERVER=address)
@@ -190,13 +171,6 @@ def test_ending_script_waits_for_its_push_and_an_interrupted_one_for_its_upload(
 
 
 # The handler itself.
-
-
-@pytest.fixture
-def default_sigterm() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 TORN = """
@@ -243,7 +217,6 @@ def test_signal_in_a_merge_tears_nothing(processes: Processes, number: int, code
     assert "copied 4 whole True" in worker.output
 
 
-@pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize("is_set_before", [True, False])
 def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     heard: list[int] = []
@@ -260,7 +233,6 @@ def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     assert not termination.is_asked
 
 
-@pytest.mark.usefixtures("default_sigterm")
 def test_echo_of_a_sigterm_is_ignored_but_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd also sends one to the script, and `diloco-worker run` forwards its own."""
     now = [50.0]
@@ -281,13 +253,12 @@ def test_echo_of_a_sigterm_is_ignored_but_no_later_one(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def termination() -> Iterator[Termination]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     made = Termination(lambda: None)
     made.is_training = True
     made.install()
     yield made
     made.restore()
-    signal.signal(signal.SIGINT, before)
 
 
 def presses(_: Termination) -> None:
@@ -311,7 +282,6 @@ def goes_on(_: Termination) -> None:
 Action = Callable[[Termination], None]
 
 
-@pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize(
     ("actions", "done", "is_raised"),
     [

@@ -25,9 +25,6 @@ def due_steps(turns: RoundSchedule, steps: int, start: int = 0) -> list[int]:
     return found
 
 
-# The cycle.
-
-
 @given(st.integers(1, 9), st.data())
 def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.DataObject) -> None:
     every = data.draw(st.integers(fragments, 60))
@@ -78,9 +75,6 @@ def test_another_h_is_used_from_the_next_cycle_on_or_at_once_before_its_first_st
 def test_more_fragments_than_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="sync_every 2"):
         RoundSchedule(2, 3)
-
-
-# The cursor.
 
 
 def after(story: str, fragments: int = 3, *, common: bool = True) -> RoundSchedule:

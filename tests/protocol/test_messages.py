@@ -160,7 +160,9 @@ HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
         (EVERY_KIND[0], ["manifest", "entries", 0, "kind"], "?", "one of trainable, frozen, "),
     ],
 )
-def test_field_of_odd_type(message: Message, place: list[Any], value: object, words: str) -> None:
+def test_field_of_wrong_type_is_refused_by_name(
+    message: Message, place: list[Any], value: object, words: str
+) -> None:
     plain = inner = msgpack.unpackb(encode(message))
     for key in place[:-1]:
         inner = inner[key]
@@ -170,7 +172,7 @@ def test_field_of_odd_type(message: Message, place: list[Any], value: object, wo
 
 
 @given(st.binary(max_size=200))
-def test_garbage_bytes_never_do_more_than_raise_a_sentence(garbage: bytes) -> None:
+def test_garbage_is_refused_with_a_sentence(garbage: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"\.$"):
         decode(garbage)
 
@@ -187,7 +189,7 @@ def test_garbage_bytes_never_do_more_than_raise_a_sentence(garbage: bytes) -> No
         ([bytes((8 << 20) + 1)], "header has"),
     ],
 )
-def test_frames_that_are_no_message_are_refused(frames: list[bytes], words: str) -> None:
+def test_malformed_frames_are_refused(frames: list[bytes], words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         unpack(frames)
 
@@ -202,7 +204,7 @@ def test_payload_is_sent_and_received_without_a_copy() -> None:
     assert bytes(buffer[:1]) == b"9"
 
 
-def test_longest_join_of_a_worker_that_comes_back_fits_into_a_header() -> None:
+def test_longest_join_of_a_returning_worker_fits_into_a_header() -> None:
     most = BrokerConfig(sync_every=1000, num_fragments=1000).num_fragments
     with pytest.raises(UsageError, match="from 1 to 1000"):
         BrokerConfig(sync_every=2000, num_fragments=most + 1)

@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from diloco_protocol import Counted, Ledger, Segment
 from diloco_protocol.messages import Chunk, Commit, Pull, Push, Released
 from diloco_protocol.tensors.codecs import CODECS, checksum
-from diloco_worker.ports import LocalPorts
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -26,28 +24,24 @@ def follows(
     push: Push,
     *,
     by: float = 1.0,
+    onto: float = 100.0,
     held: int | None = None,
     spoilt: bool = False,
 ) -> None:
-    """Send a version that is the held one plus `by` everywhere; `spoilt`: with a wrong checksum."""
+    """Send a version that is the held one, `onto`, plus `by` everywhere.
+
+    `spoilt`: with a wrong checksum.
+    """
     broker, what = training.broker, version(counter)
     base = version(counter - 1 if held is None else held)
     for span in training.filled(0).layout.spans:
         values = torch.full((span.elements,), by)
         code = CODECS["int4"].encode(values)
         read = CODECS["int4"].decode(code, span.elements)
-        wanted = checksum(read + training_base(training, span.index)) + spoilt
+        wanted = checksum(read + onto) + spoilt
         says = Chunk(0, span.index, version=what, delta_of=base, parts=(code.nbytes,))
         broker.says(replace(says, checksum=wanted), bytes(code))
     broker.says(Released(0, what, Ledger({"me": (Counted(push.push_id),)})))
-
-
-def training_base(training: ScriptedTraining, index: int) -> Tensor:
-    ports = training.worker._ports
-    assert isinstance(ports, LocalPorts)
-    base = ports.fragments[0].base
-    span = base.layout.spans[index]
-    return base.vectors[span.segment][span.start : span.stop]
 
 
 def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
@@ -61,7 +55,9 @@ def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
     return push, pull
 
 
-def test_mismatch_is_fetched(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
+def test_version_with_a_wrong_checksum_is_fetched_complete(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
+) -> None:
     few(training)
     training.trains(H)
     push, pull = takes_with_pull(training)
@@ -77,7 +73,7 @@ def test_mismatch_is_fetched(training: ScriptedTraining, caplog: pytest.LogCaptu
         training.trains(H)
         push, pull = takes_with_pull(training)
         assert pull.delta_of == version(counter - 1), "a complete version is trusted"
-        follows(training, counter, push, by=7.0)
+        follows(training, counter, push, by=7.0, onto=50 + 7 * (counter - 2))
         training.done()
         assert training.values == 50 + 7 * (counter - 1)
 

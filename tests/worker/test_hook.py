@@ -32,9 +32,6 @@ from kit.uniform_model import first, until
 pytest_plugins = ("kit.worker_fixtures",)
 
 
-# A healthy run.
-
-
 def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,9 +92,6 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one after it"
 
 
-# Leaving.
-
-
 def test_leaving_notifies_the_broker_and_leaves_the_model_alone(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.steps(2)
@@ -133,9 +127,6 @@ def test_close_never_hangs_without_a_broker(training: ScriptedTraining) -> None:
     worker.close()
     assert time.monotonic() - began < 5
     assert not [t for t in threading.enumerate() if t.name == "diloco-link" and t.is_alive()]
-
-
-# Training alone; counters.
 
 
 def test_without_a_server_everything_is_a_no_op() -> None:
@@ -181,12 +172,6 @@ def test_counters_resume_from_a_checkpoint(training: ScriptedTraining) -> None:
         other.load_state_dict({"steps": 1})
 
 
-# Being refused, waiting.
-
-
-# Fragments.
-
-
 def test_heartbeat_has_the_delay_in_use(training: ScriptedTraining) -> None:
     config = {"sync_every": 12, "num_fragments": 3, "fragment_delay_auto": True}
     training.begins(layers(), config=config)
@@ -227,12 +212,7 @@ def test_push_in_flight_during_load_global_is_merged_onto_the_loaded_values(
     assert training.values == merged - 2
 
 
-# Failures: connections that break, a broker that restarts or stops, a link that fails.
-
-
 LATER = {"fragment_sync_delay": 2}
-
-# Connections that break, and silence.
 
 
 def test_worker_describes_itself_the_same_way_on_rejoining(training: ScriptedTraining) -> None:
@@ -272,9 +252,6 @@ def test_message_received_before_the_connection_broke_is_handled(
             is_due.clear()
 
 
-# Versions received meanwhile.
-
-
 def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining) -> None:
     training.begins(config=LATER)
     training.steps(H)
@@ -292,8 +269,6 @@ def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining
     training.steps(1)
     assert training.values == 1000
 
-
-# A broker that restarts, stops, or removes the worker.
 
 OVER = "The run is over: ann@desk asked for it."
 
@@ -333,9 +308,6 @@ def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     began = time.monotonic()
     worker.close()
     assert time.monotonic() - began < 5
-
-
-# Failures of the link.
 
 
 def test_chunk_of_wrong_length_is_logged_and_dropped(training: ScriptedTraining) -> None:

@@ -175,9 +175,6 @@ def test_old_name_of_the_exception_still_works() -> None:
         assert testing.RunStandsStill is RunStalled
 
 
-# The progress that a script sees of its run: rounds, steps, tokens, and the loss of all workers.
-
-
 def test_workers_see_the_same_progress_and_a_late_one_before_its_first_step() -> None:
     seen: dict[tuple[int, int], tuple[int, float | None, Progress]] = {}
 

@@ -59,7 +59,7 @@ def test_every_push_is_frozen_and_then_counted_in_the_version_that_names_it(tmp_
         assert named == {line["push_id"] for line in pushes if line["fragment"] == 0}
 
 
-def test_freeze_is_logged_before_its_push_is_sent_and_then_what_became_of_it(
+def test_freeze_is_logged_before_its_push_is_sent_and_then_its_outcome(
     training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
@@ -120,7 +120,9 @@ def test_unwritable_file_is_refused_at_the_start(tmp_path: Path, where: str) -> 
     assert str(tmp_path / where) in str(refused.value)
 
 
-def test_full_disk_of_the_log(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_of_the_log_is_logged_once_and_training_continues(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
+) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     training.begins(options={"audit": "/dev/full"})

@@ -218,7 +218,7 @@ def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def test_unquantized_codec_drops_residual(training: ScriptedTraining) -> None:
+def test_unquantized_codec_drops_the_residual(training: ScriptedTraining) -> None:
     few(training)
     counted_round(training, 1)
     training.broker.config = replace(training.broker.config, wire_dtype="bf16")

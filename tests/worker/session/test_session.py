@@ -66,8 +66,6 @@ from kit.session_harness import (
     whole,
 )
 
-# Joining.
-
 
 def test_join_is_sent_on_the_control_connection_and_credit_follows_the_welcome(fresh: Desk) -> None:
     assert fresh.effects == [Open()]
@@ -174,9 +172,6 @@ def test_rejoining_is_refused_where_terms_changed(ready: Desk, name: str, value:
     assert not refusal.final
 
 
-# Fragments.
-
-
 def streaming() -> Desk:
     """A worker that has joined a run with three fragments and holds version 0 of each."""
     made = desk(manifest=LAYERS).connects()
@@ -222,9 +217,6 @@ def test_training_is_notified_of_rounds_as_the_broker_names_them() -> None:
     long_over = Grant(99, 0, Standing.NEW, credit=1, round=8)
     made.hears(*said, long_over)
     assert [told.message for told in made.all(Told)] == said
-
-
-# Heartbeats and silence.
 
 
 def test_heartbeat_is_sent_at_a_third_of_what_the_broker_tolerates(ready: Desk) -> None:
@@ -298,9 +290,6 @@ def test_unanswered_heartbeats_break_the_connection(ready: Desk) -> None:
     assert 30 <= ready.now - heard < 40
 
 
-# Requests, leaving.
-
-
 def test_leaving_notifies_the_broker_and_ends_the_session(ready: Desk) -> None:
     ready.happens(Depart("done"))
     assert ready.sent(Leave) == [Leave(b"\1" * 16, "done")]
@@ -348,9 +337,6 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
     assert all(credit.session is None for credit in observer.sent(Credit))
 
 
-# Lost rounds.
-
-
 @pytest.mark.parametrize(
     ("theirs", "is_another_branch"),
     [
@@ -370,9 +356,6 @@ def test_another_branch_is_logged(ready: Desk, theirs: VersionId, is_another_bra
     for say in told:
         assert say.trouble
         assert f"{version(4)}, and the broker goes on from {theirs}" in say.text
-
-
-# A broker that misbehaves.
 
 
 @pytest.mark.parametrize(
@@ -403,10 +386,11 @@ def test_invalid_terms_are_refused_with_the_value(unsound: dict[str, Any]) -> No
         (Disconnected("It broke."), Phase.AWAY),
     ],
 )
-def test_upload_that_is_cut_off_sends_nothing_more(ready: Desk, end: Event, phase: Phase) -> None:
+def test_upload_that_is_cut_off_keeps_no_credit(ready: Desk, end: Event, phase: Phase) -> None:
     ready.happens(Offer(gradient()))
     ready.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (0,), 1))
     ready.happens(end)
     assert ready.session.phase is phase
     ready.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (1,), 9))
     assert not ready.chunks_sent
+    assert not any(any(upload.credits) for upload in ready.session.uploads)

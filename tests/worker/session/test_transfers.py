@@ -50,8 +50,6 @@ from diloco_worker.session.events import (
 )
 from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
 
-# Up.
-
 ALL = tuple(range(CHUNKS))
 
 
@@ -216,9 +214,6 @@ def test_invalid_command_raises_and_changes_nothing(ready: Desk, event: Event) -
     assert state() == before
 
 
-# Seeding.
-
-
 @pytest.fixture
 def asked(fresh: Desk) -> Desk:
     """It has joined a run without parameters, and the broker asks for its own."""
@@ -297,9 +292,6 @@ def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) 
     assert [push.push_id for push in offered.sent(Push)] == [77]
     offered.hears(Grant(push.push_id, 0, Standing.NEW, credit=1))
     assert offered.all(SendChunk)[0].push_id == push.push_id
-
-
-# Down.
 
 
 @pytest.mark.parametrize("released_at", [0, 5, CHUNKS])

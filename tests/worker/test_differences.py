@@ -88,19 +88,30 @@ def test_difference_from_an_unknown_version_is_ignored(training: ScriptedTrainin
     assert training.values == 50
 
 
-@pytest.mark.parametrize("parts", [(), (1,), (130, 130), (129,)])
-def test_difference_of_wrong_lengths_is_logged_and_dropped(
-    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, parts: tuple[int, ...]
+OF_WRONG_LENGTHS = [
+    Chunk(0, 0, version=version(1), delta_of=version(0), parts=parts, checksum=0)
+    for parts in ((), (1,), (130, 130), (129,))
+]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "payload", "words"),
+    [
+        (Chunk(0, 0, version=version(1)), b"123", "3 bytes"),
+        *((chunk, bytes(130), "no difference in int4") for chunk in OF_WRONG_LENGTHS),
+    ],
+)
+def test_malformed_chunk_is_logged_and_dropped(
+    training: ScriptedTraining, chunk: Chunk, payload: bytes, words: str
 ) -> None:
     few(training)
     training.trains(H)
     push, _ = training.takes()
-    says = Chunk(0, 0, version=version(1), delta_of=version(0), parts=parts, checksum=0)
-    training.broker.says(says, bytes(130))
+    training.broker.says(chunk, payload)
     training.serves(50, 1, push)
     training.done()
     assert training.values == 50
-    assert "no difference in int4" in caplog.text
+    assert words in str(training.metrics.last_error)
 
 
 def test_buffers_never_come_as_differences(

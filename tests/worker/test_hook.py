@@ -11,22 +11,12 @@ import torch
 import zmq
 
 from diloco_protocol import UsageError
-from diloco_protocol.messages import (
-    Chunk,
-    Error,
-    Heartbeat,
-    Join,
-    Leave,
-    Notice,
-    Progress,
-    Purpose,
-    Push,
-)
+from diloco_protocol.messages import Error, Heartbeat, Join, Leave, Notice, Progress, Purpose, Push
 from diloco_worker import DiLoCoWorker
 from diloco_worker.session.session import Session
 from kit.proxy import Cut, MessageProxy
 from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
-from kit.scripted_training import H, ScriptedTraining, layers
+from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -78,7 +68,8 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
         worker.report(loss=torch.tensor(2.5, requires_grad=True), tokens=10)
     worker.report(tokens=5)
     training.trains(1)
-    assert training.broker.hears(Heartbeat).step == H, "each boundary sends one first"
+    beat = training.broker.hears(Heartbeat)
+    assert (beat.step, beat.merge_delay) == (H, None), "each boundary sends one first"
     push, _ = training.takes()
     assert (push.tokens, push.loss) == (35, 2.5)
     training.broker.says(Notice("ping"))
@@ -90,6 +81,7 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
     training.done()
     beat = training.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one after it"
+    assert beat.merge_delay == 0
 
 
 def test_leaving_notifies_the_broker_and_leaves_the_model_alone(training: ScriptedTraining) -> None:
@@ -170,20 +162,6 @@ def test_counters_resume_from_a_checkpoint(training: ScriptedTraining) -> None:
         worker.load_state_dict(state)
     with pytest.raises(UsageError, match="not the state"):
         other.load_state_dict({"steps": 1})
-
-
-def test_heartbeat_has_the_delay_in_use(training: ScriptedTraining) -> None:
-    config = {"sync_every": 12, "num_fragments": 3, "fragment_delay_auto": True}
-    training.begins(layers(), config=config)
-    training.steps(4)
-    assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
-    push, _ = training.takes(0)
-    training.steps(1)
-    training.brings(1000, 1, push)
-    training.steps(3)  # merged after two steps; then the slot of fragment 1, with a heartbeat
-    while (told := training.broker.hears(Heartbeat)).step < 8:
-        pass
-    assert (told.merge_delay, training.broker.hears(Push).fragment) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -308,17 +286,6 @@ def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     began = time.monotonic()
     worker.close()
     assert time.monotonic() - began < 5
-
-
-def test_chunk_of_wrong_length_is_logged_and_dropped(training: ScriptedTraining) -> None:
-    training.begins()
-    training.trains(H)
-    push, _ = training.takes()
-    training.broker.says(Chunk(0, 0, version=version(1)), b"123")
-    training.serves(5, 1, push)
-    training.done()
-    assert training.values == 5
-    assert "3 bytes" in str(training.metrics.last_error)
 
 
 def test_failing_link_does_not_stop_training_and_can_be_closed(

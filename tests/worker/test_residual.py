@@ -27,15 +27,13 @@ CODEC = "int4"
 class Sender:
     """The expected pushes of a chunk in which all elements are equal."""
 
-    def __init__(self, wire: str = CODEC, decay: float = 1.0) -> None:
-        self.wire = wire
+    def __init__(self, decay: float = 1.0) -> None:
         self.decay = decay
         self.residual = 0.0
 
     def sends(self, delta: float) -> float:
         """The value that the broker decodes."""
-        coded = encode([self._sum(delta)] * 4, self.wire)
-        return decode(coded, self.wire, 4)[0]
+        return decode(encode([self._sum(delta)] * 4, CODEC), CODEC, 4)[0]
 
     def counts(self, delta: float) -> None:
         """The push counted."""
@@ -45,8 +43,8 @@ class Sender:
         return fp32(delta + self.residual)
 
 
-def few(training: ScriptedTraining, wire: str = CODEC, **config: object) -> None:
-    training.begins(config={"wire_dtype": wire, **config})
+def few(training: ScriptedTraining, **config: object) -> None:
+    training.begins(config={"wire_dtype": CODEC, **config})
 
 
 def by_chunk(training: ScriptedTraining, push: Push, state: FlatState) -> list[float]:
@@ -89,8 +87,6 @@ def serves_in_part(
 
 
 SECOND = Bitmap(CHUNKS, 0b010)
-
-
 DECAYS = pytest.mark.parametrize("decay", [1.0, 0.75])
 
 
@@ -100,7 +96,7 @@ def test_rejected_pushes_are_settled_by_a_later_version(
 ) -> None:
     """No version arrives in between."""
     few(training, feedback_decay=decay)
-    sender = Sender(decay=decay)
+    sender = Sender(decay)
     counted_round(training, 1)
     sender.counts(H)
     numbers = []
@@ -144,7 +140,7 @@ def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining, decay
     assert taken(broker, again) == before
     training.serves(100, 2, push)
     training.done()
-    sender = Sender(decay=decay)
+    sender = Sender(decay)
     sender.counts(H)
     sender.counts(H)
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
@@ -162,7 +158,7 @@ def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
 ) -> None:
     """Also for chunks that had not been sent."""
     few(training, fragment_sync_delay=3, feedback_decay=decay)
-    sender = Sender(decay=decay)
+    sender = Sender(decay)
     training.steps(H)
     push, _ = pushes(training)
     training.brings(100, 1, push)

@@ -388,7 +388,7 @@ def test_invalid_terms_are_refused_with_the_value(unsound: dict[str, Any]) -> No
 )
 def test_upload_that_is_cut_off_keeps_no_credit(ready: Desk, end: Event, phase: Phase) -> None:
     ready.happens(Offer(gradient()))
-    ready.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (0,), 1))
+    ready.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (0,), 50))
     ready.happens(end)
     assert ready.session.phase is phase
     ready.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (1,), 9))

@@ -306,3 +306,15 @@ class Trainer:
     ) -> None:
         self._called("push_ended")
         self.ended.append(Ended(push_id, version, why))
+
+
+H = 4
+
+
+def trainer(options: Options | None = None, **changes: Any) -> Trainer:
+    """It trains in a synchronous run with this H, unless the changes say otherwise."""
+    return Trainer(a_run(**changes), options or Options()).begins()
+
+
+def a_run(**changes: Any) -> RunConfig:
+    return RunConfig(**{"mode": "sync", "sync_every": H, **changes})

@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol.feed import TOPIC
+from diloco_protocol.feed import FEED_VERSION, TOPIC, Snapshot, parse_snapshot
 
 PATIENCE_S = 20.0  # for what ought to happen at once
 
@@ -37,6 +37,20 @@ def worker(name: str, **keys: Any) -> dict[str, Any]:
         "extra": {},
         **keys,
     }
+
+
+def bare_frame(**keys: Any) -> bytes:
+    """A snapshot with these keys and those that each has, as it is published."""
+    document = {"feed": FEED_VERSION, "sequence": 1, "epoch": "a0", "state": "training"}
+    return TOPIC + json.dumps(document | keys).encode()
+
+
+def bare_snapshot(**keys: Any) -> Snapshot:
+    return parse_snapshot(bare_frame(**keys))
+
+
+def bare_worker(name: str, **keys: Any) -> dict[str, Any]:
+    return {"id": name, "health": "ok", "beat_age_s": 0.5, **keys}
 
 
 def status(**keys: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Short forms of an address mean the same everywhere; anything else is quoted as it was written."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -90,7 +88,7 @@ def test_mistaken_address_is_recognized_where_all_traffic_is_encrypted(tmp_path:
             assert listener.address == broker.feed_address
 
 
-def test_address_is_told_from_a_path_without_a_port() -> None:
+def test_address_without_a_port_is_distinguished_from_a_path() -> None:
     addresses = {"localhost": "tcp://localhost:8512", "10.0.0.1": "tcp://10.0.0.1:8512"}
     addresses |= {"gpu:1": "tcp://gpu:1", "tcp://gpu": "tcp://gpu:8512"}
     assert {text: address_or_path(text) for text in addresses} == addresses
@@ -126,17 +124,14 @@ def test_control_address_follows_that_of_the_feed(control: str, feed: str, expec
     assert as_reached(control, feed) == expected
 
 
-def test_loopback_is_what_no_other_machine_reaches() -> None:
+def test_loopback_hosts_are_recognized() -> None:
     here = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]")
     elsewhere = ("0.0.0.0", "*", "", "10.0.0.5", "::", "[::]", "gpu-box", "localhost.evil.example")
     assert [is_loopback(host) for host in here] == [True] * len(here)
     assert [is_loopback(host) for host in elsewhere] == [False] * len(elsewhere)
 
 
-# A file that says where a broker is: written as a whole, and not believed blindly.
-
-
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_address_file_is_written_atomically_and_read_back(tmp_path: Path) -> None:
     file = tmp_path / "address"
     for port in (1, 2):
         write_address(file, f"tcp://10.0.0.1:{port}", f"tcp://[::1]:{port}")
@@ -145,7 +140,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file], "nothing is left beside it"
 
 
-def test_host_that_was_left_out_is_that_of_the_machine(tmp_path: Path) -> None:
+def test_wildcard_host_is_written_as_the_host_name(tmp_path: Path) -> None:
     file, name = tmp_path / "address", socket.gethostname()
     write_address(file, "tcp://0.0.0.0:8512", "tcp://[::]:8513")
     found = [read_address(file, line) for line in (0, 1)]
@@ -164,7 +159,7 @@ def test_host_that_was_left_out_is_that_of_the_machine(tmp_path: Path) -> None:
         *(b"file:///etc/passwd", b"inproc://x", b"ipc://"),
     ],
 )
-def test_anything_else_in_it_is_no_address(tmp_path: Path, content: bytes) -> None:
+def test_malformed_address_file_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "address"
     file.write_bytes(content)
     with pytest.raises(NoAddress, match=r"empty|has no address"):
@@ -173,7 +168,7 @@ def test_anything_else_in_it_is_no_address(tmp_path: Path, content: bytes) -> No
         resolved(f"file://{file}")
 
 
-def test_what_is_no_file_is_said_and_not_waited_for(tmp_path: Path) -> None:
+def test_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NoAddress, match="is not a file"):
         read_address(tmp_path / "pipe")
@@ -189,12 +184,12 @@ def test_what_is_no_file_is_said_and_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://h:1", "h:1", "file://", "file://relative", "file:///a\nb", "file:/x"]
 )
-def test_only_whole_paths_name_a_file(address: str) -> None:
+def test_only_absolute_file_urls_name_a_file(address: str) -> None:
     assert file_of(address) is None
     assert resolved(address) == address
 
 
-def test_failure_to_write_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "address").mkdir()
     (tmp_path / "address" / "x").touch()
     with pytest.raises(OSError, match=r"directory|not empty"):

@@ -1,7 +1,5 @@
 """Which parameters are in which fragment, and what is due at a step."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -33,9 +31,6 @@ def modules(plan: FragmentPlan, depth: int) -> list[str]:
     ]
 
 
-# The schedule.
-
-
 @pytest.mark.parametrize("num_fragments", range(1, 13))
 def test_every_window_of_h_steps_has_each_fragment_once(num_fragments: int) -> None:
     """Wherever it begins, with H up to 60; slots are as far apart as can be."""
@@ -51,14 +46,11 @@ def test_every_window_of_h_steps_has_each_fragment_once(num_fragments: int) -> N
         assert {b - a for a, b in pairwise(steps)} <= {least, most}
 
 
-def test_schedule_that_cannot_be_kept_names_the_values() -> None:
+def test_impossible_schedule_names_the_values() -> None:
     with pytest.raises(UsageError, match="sync_every 3"):
         slots(3, 4)
     with pytest.raises(UsageError, match="num_fragments is 0"):
         slots(3, 0)
-
-
-# Patterns on models as they are named in the wild.
 
 
 # torchvision's ViT numbers attributes; a weight that ends in a number is not a block.
@@ -134,9 +126,6 @@ def test_pattern_splits_a_model(manifest: Manifest, pattern: str, depth: int, pa
     assert " | ".join(modules(plan, depth)) == parts
 
 
-# What holds of any model.
-
-
 def check_plan(manifest: Manifest, plan: FragmentPlan, num_fragments: int) -> None:
     trainable = [e.name for e in manifest.entries if e.kind is Kind.TRAINABLE]
     assert plan.num_fragments == len(plan.fragments) == num_fragments
@@ -184,9 +173,6 @@ def test_models_of_thousands_of_tensors_are_split_at_once(pattern: str) -> None:
     assert max(sizes) * 32 <= 1.2 * sum(sizes)
 
 
-# Contiguous, against every cut there is.
-
-
 def best_cut(sizes: Sequence[int], runs: int) -> int:
     return min(
         max(sum(sizes[a:b]) for a, b in zip((0, *ends), (*ends, len(sizes)), strict=True))
@@ -203,9 +189,6 @@ def test_contiguous_has_the_smallest_largest_run_of_all_cuts() -> None:
         plan = FragmentPlan.of(manifest, runs, "contiguous")
         assert [n for names in plan.fragments for n in names] == [e.name for e in manifest.entries]
         assert max(loads(manifest, plan)) == best_cut(sizes, runs), (sizes, runs)
-
-
-# Balanced, against every partition there is.
 
 
 def best_partition(sizes: Sequence[int], groups: int) -> int:
@@ -229,14 +212,6 @@ def best_partition(sizes: Sequence[int], groups: int) -> int:
     return best
 
 
-def balanced(sizes: Sequence[int], groups: int) -> int:
-    """Elements of the largest balanced fragment."""
-    manifest = of_sizes(sizes)
-    found = loads(manifest, FragmentPlan.of(manifest, groups, "balanced"))
-    assert all(found)
-    return max(found)
-
-
 def test_largest_balanced_fragment_is_within_a_third_of_the_best_partition() -> None:
     draw = random.Random(2)
     uneven = 0
@@ -244,13 +219,15 @@ def test_largest_balanced_fragment_is_within_a_third_of_the_best_partition() -> 
         groups, top = draw.randint(1, 5), draw.choice([8, 20, 1000])
         low = max(1, draw.choice([1, top // 3, top // 2]))
         sizes = [draw.randint(low, top) for _ in range(draw.randint(groups, 9))]
-        largest, best = balanced(sizes, groups), best_partition(sorted(sizes, reverse=True), groups)
-        assert largest <= (4 / 3 - 1 / (3 * groups)) * best + 1e-9, (sizes, groups)
+        manifest = of_sizes(sizes)
+        found = loads(manifest, FragmentPlan.of(manifest, groups, "balanced"))
+        largest, best = max(found), best_partition(sorted(sizes, reverse=True), groups)
+        assert all(found) and largest <= (4 / 3 - 1 / (3 * groups)) * best + 1e-9, (sizes, groups)
         uneven += largest > best
     assert uneven > 100, "the bound is put to the test"
 
 
-def test_balanced_breaks_ties_by_name_whatever_the_order_of_the_manifest() -> None:
+def test_balanced_breaks_ties_by_name_in_any_order_of_the_manifest() -> None:
     draw = random.Random(5)
     entries = [tensor(f"t{i:02}", 1 + i % 3) for i in range(14)]
     seen = set()
@@ -262,10 +239,7 @@ def test_balanced_breaks_ties_by_name_whatever_the_order_of_the_manifest() -> No
     assert len(seen) == 1
 
 
-# What is refused.
-
-
-def test_plan_that_cannot_be_made_says_what_to_do() -> None:
+def test_impossible_plan_names_the_remedy() -> None:
     manifest = model(a__weight=3, b__weight=3)
     with pytest.raises(UsageError, match="num_fragments 2 or less"):
         FragmentPlan.of(manifest, 3)

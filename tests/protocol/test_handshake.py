@@ -1,7 +1,5 @@
 """Why a broker and a client do not come together: what is said, and what is final."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import tempfile
@@ -40,7 +38,9 @@ def closing() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_end_without_a_reason_is_not_taken_for_a_missing_key(has_keys: bool, closing: str) -> None:
+def test_connection_closed_without_a_reason_is_not_reported_as_a_missing_key(
+    has_keys: bool, closing: str
+) -> None:
     said = failure(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, closing, has_keys=has_keys)
     assert said is not None and said.text.startswith(ENDS) and not said.is_final
     known = failure(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, closing, has_keys=has_keys)
@@ -78,7 +78,7 @@ def test_broker_is_asked_why_it_ended_a_handshake(asks: bool, has_keys: bool, wa
     [b"", b"HTTP/1.1 400 Bad Request\r\n" + b" " * 64, b"\xff" * 64],
     ids=["nothing", "HTTP", "noise"],
 )
-def test_whoever_is_no_broker_is_not_asked_for_long(says: bytes) -> None:
+def test_probe_for_keys_gives_up_soon_at_other_servers(says: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
@@ -99,7 +99,7 @@ def test_whoever_is_no_broker_is_not_asked_for_long(says: bytes) -> None:
         assert asks_for_keys(address, 0.2) is None
 
 
-def test_operator_goes_on_asking_who_ends_each_connection(closing: str) -> None:
+def test_operator_keeps_trying_a_peer_that_closes_each_connection(closing: str) -> None:
     dealer = Dealer(closing)
     try:
         for _ in range(4):  # it may be there yet: that is not a refusal, however often
@@ -110,7 +110,7 @@ def test_operator_goes_on_asking_who_ends_each_connection(closing: str) -> None:
     assert dealer.failure is not None and dealer.failure.startswith(ENDS)
 
 
-def test_worker_is_not_refused_by_who_ends_each_connection(closing: str) -> None:
+def test_peer_that_closes_each_connection_is_not_a_final_refusal(closing: str) -> None:
     with zmq.Context() as context:
         connections, found = Connections(context, closing), Changes()
 

@@ -1,7 +1,5 @@
 """Kernels that cannot be loaded: torch does their work, and one log line says why."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import shutil
@@ -40,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"\x7fELF of another machine"])
-def test_without_a_library_that_loads_torch_does_the_work_and_one_line_says_so(
+def test_missing_or_broken_library_falls_back_to_torch_with_one_log_line(
     contents: bytes | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

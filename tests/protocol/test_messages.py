@@ -1,7 +1,5 @@
 """Messages and frames: what goes in comes out, and whatever else comes in gets a sentence."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -162,7 +160,9 @@ HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
         (EVERY_KIND[0], ["manifest", "entries", 0, "kind"], "?", "one of trainable, frozen, "),
     ],
 )
-def test_field_of_odd_type(message: Message, place: list[Any], value: object, words: str) -> None:
+def test_field_of_wrong_type_is_refused_by_name(
+    message: Message, place: list[Any], value: object, words: str
+) -> None:
     plain = inner = msgpack.unpackb(encode(message))
     for key in place[:-1]:
         inner = inner[key]
@@ -172,30 +172,9 @@ def test_field_of_odd_type(message: Message, place: list[Any], value: object, wo
 
 
 @given(st.binary(max_size=200))
-def test_garbage_bytes_never_do_more_than_raise_a_sentence(garbage: bytes) -> None:
+def test_garbage_is_refused_with_a_sentence(garbage: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"\.$"):
         decode(garbage)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 2**64 - 1) | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@given(st.sampled_from(EVERY_KIND), st.data())
-def test_any_value_in_any_field_is_taken_or_refused(message: Message, data: st.DataObject) -> None:
-    plain = msgpack.unpackb(encode(message))
-    field = data.draw(st.sampled_from([key for key in plain if key != "kind"]))
-    plain[field] = data.draw(values)
-    sentence = "."
-    try:
-        assert isinstance(decode(msgpack.packb(plain)), Message)
-    except ProtocolError as error:
-        sentence = str(error)
-    assert sentence.endswith(".")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +189,7 @@ def test_any_value_in_any_field_is_taken_or_refused(message: Message, data: st.D
         ([bytes((8 << 20) + 1)], "header has"),
     ],
 )
-def test_frames_that_are_no_message_are_refused(frames: list[bytes], words: str) -> None:
+def test_malformed_frames_are_refused(frames: list[bytes], words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         unpack(frames)
 
@@ -225,7 +204,7 @@ def test_payload_is_sent_and_received_without_a_copy() -> None:
     assert bytes(buffer[:1]) == b"9"
 
 
-def test_longest_join_of_a_worker_that_comes_back_fits_into_a_header() -> None:
+def test_longest_join_of_a_returning_worker_fits_into_a_header() -> None:
     most = BrokerConfig(sync_every=1000, num_fragments=1000).num_fragments
     with pytest.raises(UsageError, match="from 1 to 1000"):
         BrokerConfig(sync_every=2000, num_fragments=most + 1)

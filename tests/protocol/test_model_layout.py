@@ -1,7 +1,5 @@
 """How a model is described and cut, what travels, and what a version's ledger says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -83,7 +81,7 @@ def test_segments_follow_kind_and_dtype() -> None:
 
 
 @given(st.integers(0, 40), st.data())
-def test_bitmap_survives_the_wire_and_knows_what_is_missing(size: int, data: st.DataObject) -> None:
+def test_bitmap_survives_the_wire_and_lists_missing_chunks(size: int, data: st.DataObject) -> None:
     members = data.draw(st.sets(st.integers(0, size - 1))) if size else set()
     bitmap = Bitmap(size)
     for index in members:
@@ -130,11 +128,11 @@ def test_differences_name_what_differs_and_only_that() -> None:
         ((entry("w", 2**40, 2**23),), "more than 1e+11 elements"),
     ],
 )
-def test_unusable_manifest_says_why(tensors: tuple[TensorEntry, ...], words: str) -> None:
+def test_unusable_manifest_names_the_problem(tensors: tuple[TensorEntry, ...], words: str) -> None:
     assert any(words in problem for problem in Manifest(tensors).problems())
 
 
-def test_ledger_remembers_the_last_pushes_and_what_is_partly_counted() -> None:
+def test_ledger_keeps_the_last_pushes_and_partial_counts() -> None:
     half = Bitmap(3, 0b010)
     ledger = Ledger().with_push("a", 1, half)
     assert not ledger.names_whole("a", 1)
@@ -148,7 +146,7 @@ def test_ledger_remembers_the_last_pushes_and_what_is_partly_counted() -> None:
     assert [c.push_id for c in ledger.pushes["a"]] == list(range(30 - PUSHES_REMEMBERED, 30))
 
 
-def test_ledger_says_which_chunks_an_earlier_push_has_brought() -> None:
+def test_ledger_distinguishes_chunks_counted_from_an_earlier_push() -> None:
     """Also once the push goes on in a later version, and after a way through a file."""
     ledger = Ledger().with_push("a", 2, Bitmap(4, 0b0011), added=Bitmap(4, 0b0010))
     assert ledger.standing("a", 2, 4) == Bitmap(4, 0b0011)
@@ -160,7 +158,7 @@ def test_ledger_says_which_chunks_an_earlier_push_has_brought() -> None:
         assert again.own_chunks("a", 2, 4) == Bitmap(4, 0b1110)
 
 
-def test_ledger_forgets_workers_that_are_long_gone_and_nobody_who_is_here() -> None:
+def test_ledger_drops_long_absent_workers_only() -> None:
     ledger = Ledger().with_push("here", 1, Bitmap.full(1))
     for number in range(ABSENT_REMEMBERED + 50):
         ledger = ledger.with_push(f"spot-{number}", number, Bitmap.full(1))
@@ -186,5 +184,5 @@ def hex_dump() -> str:
     return "\n".join(lines)
 
 
-def test_hex_dump_of_the_specification_is_what_is_sent() -> None:
+def test_hex_dump_of_the_specification_equals_the_sent_bytes() -> None:
     assert hex_dump() in (ROOT / "docs" / "specification.md").read_text()

@@ -1,7 +1,5 @@
 """A user's own split of the model: a file of names and patterns, or a function; its runs and resumes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,10 +39,7 @@ def by_layer(name: str, shape: tuple[int, ...]) -> int:
     return int(name.startswith("2."))
 
 
-# What a file means.
-
-
-def test_each_parameter_goes_where_its_pattern_says() -> None:
+def test_each_parameter_is_in_the_fragment_of_its_pattern() -> None:
     split = split_of(
         {"*.wte.*": 0, "*.wpe.*": 1, "transformer.h.[0-2].*": 2, "*.h.[345].*": 1, "*ln_f*": 2}
     )
@@ -92,7 +87,7 @@ def test_file_that_does_not_fit_names_parameters(fragments: dict[str, int], word
         ('{"a": 0, "b": 0, "a": 1}', "has a more than once"),
     ],
 )
-def test_file_that_is_no_split_is_one_sentence(text: str, words: str) -> None:
+def test_malformed_split_file_is_refused_with_one_sentence(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         OwnSplit.from_json(text, "--fragment-plan own.json")
     assert words in str(caught.value)
@@ -107,17 +102,14 @@ def test_file_that_is_no_split_is_one_sentence(text: str, words: str) -> None:
         (lambda name, shape: {}[name], "KeyError('a.weight')"),
     ],
 )
-def test_function_that_does_not_fit_the_model_is_one_sentence(choose: Any, words: str) -> None:
+def test_unsuitable_split_function_is_refused_with_one_sentence(choose: Any, words: str) -> None:
     manifest = model(a__weight=4, a__bias=2, b__weight=4, b__bias=2)
     with pytest.raises(UsageError) as caught:
         FragmentPlan.by(manifest, 2, choose)
     assert words in str(caught.value)
 
 
-# Runs.
-
-
-def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path) -> None:
+def test_run_with_an_own_split_equals_the_loop_bit_for_bit(tmp_path: Path) -> None:
     merge = {"deterministic": True, "fragment_sync_delay": 1}
     config = make_config(**STREAMING, **merge, fragment_plan=a_file(tmp_path))
     with Broker(config) as broker:
@@ -140,9 +132,6 @@ def test_options_that_contradict_the_file_stop_the_start(
     made = {**STREAMING, "fragment_plan": a_file(tmp_path), **options}
     with pytest.raises(UsageError, match=words):
         Broker(make_config(**made), fragment_plan=function)
-
-
-# Going on from a checkpoint.
 
 
 def one_round(folder: Path, choose: Any = None, **options: Any) -> FragmentPlan:
@@ -168,7 +157,7 @@ def one_round(folder: Path, choose: Any = None, **options: Any) -> FragmentPlan:
     return plan
 
 
-def test_run_goes_on_with_its_own_split_after_a_restart(tmp_path: Path) -> None:
+def test_own_split_survives_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     path = a_file(tmp_path)
     plans = [

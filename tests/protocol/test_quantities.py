@@ -1,7 +1,5 @@
 """Quantities as people write and read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from math import inf, nan
@@ -52,7 +50,7 @@ def test_quantities_take_few_characters(
     "name", [name for name in FORMATS if name not in ("text", "names", "setting")]
 )
 @pytest.mark.parametrize("value", [None, inf, nan])
-def test_what_is_unknown_is_written_the_same_everywhere(name: str, value: float | None) -> None:
+def test_every_format_writes_an_unknown_value_as_none(name: str, value: float | None) -> None:
     assert FORMATS[name](value) == NONE
 
 
@@ -62,12 +60,10 @@ def test_durations_have_units() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "-1s", None, 5])
-def test_what_is_no_duration_is_refused(text: object) -> None:
+def test_malformed_duration_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="5min"):
         quantities.parse_duration(text)
 
-
-# What a peer says is fit for a log line and a terminal once it is decoded.
 
 # A line break, a command to a terminal, a mark of direction, a separator, a byte that rings.
 NASTY = "a\n12:00:00 INFO all is well\r\x1b[2J\x1b]0;title\x07\u202eb\u2028\u200f\x9b\x00"
@@ -150,13 +146,13 @@ def test_long_text_is_cut_and_deep_nesting_refused() -> None:
     ("field", "value"), [("session", NASTY), ("push_id", NASTY), (NASTY, NASTY), ("kind", NASTY),
                      ("v", NASTY), ("wire_dtype", [NASTY])]
 )  # fmt: skip
-def test_sentences_on_what_cannot_be_read_are_printable(field: str, value: Any) -> None:
+def test_errors_about_malformed_fields_are_printable(field: str, value: Any) -> None:
     plain = {"v": PROTOCOL_VERSION, "kind": "push", "session": b"", "push_id": 1}
     with pytest.raises(ProtocolError) as refused:
         decode(msgpack.packb(plain | {field: value}))
     assert str(refused.value).isprintable()
 
 
-def test_what_displays_read_is_printable_too() -> None:
+def test_leniently_read_config_is_printable() -> None:
     config = from_plain(RunConfig, {"mode": NASTY, "sync_every": 1}, "config", lenient=True)
     assert config.mode == printable(NASTY)

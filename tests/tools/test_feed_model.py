@@ -1,26 +1,12 @@
 """The freshness of the broker's feed, and the verdict on its run."""
 
-import json
 import math
 from typing import Any
 
 import pytest
 
-from diloco_protocol.feed import FEED_VERSION, TOPIC, Snapshot, parse_snapshot
 from diloco_tools.monitor.feed.model import FeedModel, Freshness
-
-
-def frame(**keys: Any) -> bytes:
-    document = {"feed": FEED_VERSION, "sequence": 1, "epoch": "a0", "state": "training"}
-    return TOPIC + json.dumps(document | keys).encode()
-
-
-def snapshot(**keys: Any) -> Snapshot:
-    return parse_snapshot(frame(**keys))
-
-
-def worker(name: str, **keys: Any) -> dict[str, Any]:
-    return {"id": name, "health": "ok", "beat_age_s": 0.5, **keys}
+from kit.feed_snapshots import bare_snapshot, bare_worker
 
 
 @pytest.mark.parametrize(
@@ -28,12 +14,12 @@ def worker(name: str, **keys: Any) -> dict[str, Any]:
     [(0.0, "LIVE"), (2.9, "LIVE"), (3.0, "LATE"), (10.0, "LATE"), (10.1, "STALE")],
 )
 def test_freshness_follows_the_age_of_the_newest_snapshot(age: float, expected: str) -> None:
-    model = FeedModel(snapshot(sequence=5), 100.0)
+    model = FeedModel(bare_snapshot(sequence=5), 100.0)
     assert model.freshness(100.0 + age).name == expected
     for old in (5, 4):
-        assert model.update(snapshot(sequence=old), now=160.0) is False
+        assert model.update(bare_snapshot(sequence=old), now=160.0) is False
     assert model.freshness(160.0) is Freshness.STALE
-    model.update(snapshot(sequence=61), now=160.0)
+    model.update(bare_snapshot(sequence=61), now=160.0)
     assert model.freshness(160.0) is Freshness.LIVE
 
 
@@ -51,7 +37,9 @@ def test_missed_snapshots_and_restarts_are_counted() -> None:
         *(("a0", 5000, 0, 0), ("a0", 5001, 0, 0), ("a0", 5004, 2, 0), ("a0", 5006, 3, 0)),
         *(("b1", 3, 3, 1), ("b1", 5, 4, 1)),
     ):
-        assert model.update(snapshot(epoch=epoch, sequence=sequence), now=float(sequence)) is True
+        assert (
+            model.update(bare_snapshot(epoch=epoch, sequence=sequence), now=float(sequence)) is True
+        )
         assert (model.missed, model.restarts) == (missed, restarts)
     assert model.snapshot is not None
     assert model.snapshot.epoch == "b1"
@@ -62,11 +50,14 @@ def test_ages_go_on_counting_between_snapshots_and_never_back() -> None:
     ages = {
         "round": {"number": 1, "age_s": 4.0},
         "checkpoint": {"age_s": 8.0},
-        "workers": [worker("a", beat_age_s=0.5, sync_age_s=3.0, inner_age_s=1.0), worker("b")],
+        "workers": [
+            bare_worker("a", beat_age_s=0.5, sync_age_s=3.0, inner_age_s=1.0),
+            bare_worker("b"),
+        ],
         "rejections": [{"age_s": 7.0}],
         "events": [{"sequence": 1, "age_s": 9.0, "text": "joined"}],
     }
-    model.update(snapshot(uptime_s=50.0, paused_for_s=1.0, **ages), now=1000.0)
+    model.update(bare_snapshot(uptime_s=50.0, paused_for_s=1.0, **ages), now=1000.0)
     assert model.at(999.0) == model.snapshot
     later = model.at(1002.0)
     assert later is not None and later.round is not None and later.checkpoint is not None
@@ -81,18 +72,18 @@ def test_ages_go_on_counting_between_snapshots_and_never_back() -> None:
 
 NOT_SAVED = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left on device"}
 UNWELL = [
-    worker("d", health="stalled"),
-    worker("b", health="lost", beat_age_s=41.2, host="cellar", pid=12),
-    worker("a"),
-    worker("c", health="slow", beat_age_s=3.1),
-    worker("e", loss=math.inf),
+    bare_worker("d", health="stalled"),
+    bare_worker("b", health="lost", beat_age_s=41.2, host="cellar", pid=12),
+    bare_worker("a"),
+    bare_worker("c", health="slow", beat_age_s=3.1),
+    bare_worker("e", loss=math.inf),
 ]
 PAUSED = {"state": "paused", "paused_for_s": 3.0}
 BUSY = {
     "waiting_for": "a, b to finish round 3",
     "round": {"number": 3, "floor": 2, "missing": ["a", "b"]},
     "counts": {"alive": 2},
-    "workers": [worker("a", loss=2.0), worker("b")],
+    "workers": [bare_worker("a", loss=2.0), bare_worker("b")],
     "totals": {"rejected": 4, "deaths": 1},
 }
 BELOW_FLOOR = {"round": {"number": 3, "floor": 2}, "counts": {"alive": 1}}
@@ -125,7 +116,7 @@ BELOW_FLOOR = {"round": {"number": 3, "floor": 2}, "counts": {"alive": 1}}
 )
 def test_verdict_and_its_reasons(news: dict[str, Any], after_s: float, reasons: str) -> None:
     model = FeedModel()
-    model.update(snapshot(**news), now=0.0)
+    model.update(bare_snapshot(**news), now=0.0)
     verdict = model.verdict(after_s)
     assert "; ".join(verdict.reasons) == reasons
     assert verdict.healthy == (not reasons)

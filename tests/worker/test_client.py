@@ -1,7 +1,5 @@
 """DiLoCoClient against a scripted broker."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,9 +197,6 @@ def test_rejected_push_raises_with_its_sentence(talk: Talk) -> None:
         talk.done()
 
 
-# Fragments and asynchronous mode.
-
-
 def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
     start = talk.begins_with(fragments=3)
     assert start.versions == {0: version(0), 1: version(1), 2: version(2)}
@@ -239,9 +234,6 @@ def test_client_pushes_in_its_own_dtype_once_granted(talk: Talk, mode: str) -> N
         broker.grants(push, credit=8)
         broker.takes_chunks(push, push.chunks)
         talk.done()
-
-
-# Without a module.
 
 
 def test_dict_with_a_manifest_joins_and_seeds_the_run(talk: Talk) -> None:
@@ -301,9 +293,6 @@ def test_call_before_joining_raises(talk: Talk) -> None:
         talk.client.heartbeat(1)
     with pytest.raises(UsageError, match="model"):
         talk.client.join()
-
-
-# Without joining.
 
 
 def test_observer_pulls_without_joining(talk: Talk) -> None:

@@ -1,7 +1,5 @@
 """Which steps count, their pace, and the script's reports."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,9 +120,6 @@ def test_alternating_or_unrelated_optimizers_do_not_warn(counted: Counted) -> No
     assert counted.told == []
 
 
-# Pace and reports.
-
-
 def test_pace_excludes_time_outside_training() -> None:
     pace = Pace()
     pace.resume(0.0)
@@ -203,9 +198,6 @@ def test_unknown_keyword_of_a_report_names_the_nearest(training: ScriptedTrainin
         worker.report(tokens=3, lr=0.1)  # type: ignore[call-arg]
     push = training.round(H, 1)
     assert (push.loss, push.tokens) == (None, 0), "what is refused changes nothing"
-
-
-# Several optimizers.
 
 
 @pytest.mark.parametrize(

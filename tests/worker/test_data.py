@@ -1,7 +1,5 @@
 """Work queues in the process that trains: marks, order, and workers without a server."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """Workers of one script read the data in different orders, and each has its share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -128,10 +126,9 @@ def test_broker_without_shares_does_not_end_training(caplog: pytest.LogCaptureFi
     assert "no shares here" in caplog.text
 
 
-# The share of the data: that of the environment, else of the broker.
-
-
-def test_variables_come_first(training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_is_that_of_the_environment_else_of_the_broker(
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
     descent = Descent()
     assert DiLoCoWorker(descent.model, descent.optimizer).shard == (0, 1), "alone"
     worker = training.begins()

@@ -1,7 +1,5 @@
 """Reads what `torch.distributed.checkpoint` saved of workers of several processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,17 +1,13 @@
 """Versions that arrive as differences from the held one, against a scripted broker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from diloco_protocol import Counted, Ledger, Segment
 from diloco_protocol.messages import Chunk, Commit, Pull, Push, Released
 from diloco_protocol.tensors.codecs import CODECS, checksum
-from diloco_worker.ports import LocalPorts
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -28,28 +24,24 @@ def follows(
     push: Push,
     *,
     by: float = 1.0,
+    onto: float = 100.0,
     held: int | None = None,
     spoilt: bool = False,
 ) -> None:
-    """Send a version that is the held one plus `by` everywhere; `spoilt`: with a wrong checksum."""
+    """Send a version that is the held one, `onto`, plus `by` everywhere.
+
+    `spoilt`: with a wrong checksum.
+    """
     broker, what = training.broker, version(counter)
     base = version(counter - 1 if held is None else held)
     for span in training.filled(0).layout.spans:
         values = torch.full((span.elements,), by)
         code = CODECS["int4"].encode(values)
         read = CODECS["int4"].decode(code, span.elements)
-        wanted = checksum(read + training_base(training, span.index)) + spoilt
+        wanted = checksum(read + onto) + spoilt
         says = Chunk(0, span.index, version=what, delta_of=base, parts=(code.nbytes,))
         broker.says(replace(says, checksum=wanted), bytes(code))
     broker.says(Released(0, what, Ledger({"me": (Counted(push.push_id),)})))
-
-
-def training_base(training: ScriptedTraining, index: int) -> Tensor:
-    ports = training.worker._ports
-    assert isinstance(ports, LocalPorts)
-    base = ports.fragments[0].base
-    span = base.layout.spans[index]
-    return base.vectors[span.segment][span.start : span.stop]
 
 
 def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
@@ -63,7 +55,9 @@ def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
     return push, pull
 
 
-def test_mismatch_is_fetched(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
+def test_version_with_a_wrong_checksum_is_fetched_complete(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
+) -> None:
     few(training)
     training.trains(H)
     push, pull = takes_with_pull(training)
@@ -79,7 +73,7 @@ def test_mismatch_is_fetched(training: ScriptedTraining, caplog: pytest.LogCaptu
         training.trains(H)
         push, pull = takes_with_pull(training)
         assert pull.delta_of == version(counter - 1), "a complete version is trusted"
-        follows(training, counter, push, by=7.0)
+        follows(training, counter, push, by=7.0, onto=50 + 7 * (counter - 2))
         training.done()
         assert training.values == 50 + 7 * (counter - 1)
 
@@ -94,19 +88,30 @@ def test_difference_from_an_unknown_version_is_ignored(training: ScriptedTrainin
     assert training.values == 50
 
 
-@pytest.mark.parametrize("parts", [(), (1,), (130, 130), (129,)])
-def test_difference_of_wrong_lengths_is_logged_and_dropped(
-    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, parts: tuple[int, ...]
+OF_WRONG_LENGTHS = [
+    Chunk(0, 0, version=version(1), delta_of=version(0), parts=parts, checksum=0)
+    for parts in ((), (1,), (130, 130), (129,))
+]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "payload", "words"),
+    [
+        (Chunk(0, 0, version=version(1)), b"123", "3 bytes"),
+        *((chunk, bytes(130), "no difference in int4") for chunk in OF_WRONG_LENGTHS),
+    ],
+)
+def test_malformed_chunk_is_logged_and_dropped(
+    training: ScriptedTraining, chunk: Chunk, payload: bytes, words: str
 ) -> None:
     few(training)
     training.trains(H)
     push, _ = training.takes()
-    says = Chunk(0, 0, version=version(1), delta_of=version(0), parts=parts, checksum=0)
-    training.broker.says(says, bytes(130))
+    training.broker.says(chunk, payload)
     training.serves(50, 1, push)
     training.done()
     assert training.values == 50
-    assert "no difference in int4" in caplog.text
+    assert words in str(training.metrics.last_error)
 
 
 def test_buffers_never_come_as_differences(

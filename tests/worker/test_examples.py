@@ -1,7 +1,5 @@
 """The examples without other libraries: they run, learn, stay short, and take part in a run."""
 
-from __future__ import annotations
-
 import json
 import re
 

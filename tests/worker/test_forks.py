@@ -2,8 +2,6 @@
 parent.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

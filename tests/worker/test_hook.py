@@ -1,7 +1,5 @@
 """A healthy worker against a scripted broker, over real sockets."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading
@@ -12,30 +10,16 @@ import pytest
 import torch
 import zmq
 
-from diloco_protocol import Refused, UsageError
-from diloco_protocol.messages import (
-    Chunk,
-    Error,
-    Heartbeat,
-    Join,
-    Leave,
-    Message,
-    Notice,
-    Purpose,
-    Push,
-    Welcome,
-)
+from diloco_protocol import UsageError
+from diloco_protocol.messages import Error, Heartbeat, Join, Leave, Notice, Progress, Purpose, Push
 from diloco_worker import DiLoCoWorker
 from diloco_worker.session.session import Session
 from kit.proxy import Cut, MessageProxy
 from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
-from kit.scripted_training import H, ScriptedTraining, layers
+from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
 
 pytest_plugins = ("kit.worker_fixtures",)
-
-
-# A healthy run.
 
 
 def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
@@ -84,7 +68,8 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
         worker.report(loss=torch.tensor(2.5, requires_grad=True), tokens=10)
     worker.report(tokens=5)
     training.trains(1)
-    assert training.broker.hears(Heartbeat).step == H, "each boundary sends one first"
+    beat = training.broker.hears(Heartbeat)
+    assert (beat.step, beat.merge_delay) == (H, None), "each boundary sends one first"
     push, _ = training.takes()
     assert (push.tokens, push.loss) == (35, 2.5)
     training.broker.says(Notice("ping"))
@@ -96,9 +81,7 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
     training.done()
     beat = training.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one after it"
-
-
-# Leaving.
+    assert beat.merge_delay == 0
 
 
 def test_leaving_notifies_the_broker_and_leaves_the_model_alone(training: ScriptedTraining) -> None:
@@ -138,15 +121,13 @@ def test_close_never_hangs_without_a_broker(training: ScriptedTraining) -> None:
     assert not [t for t in threading.enumerate() if t.name == "diloco-link" and t.is_alive()]
 
 
-# Training alone; counters.
-
-
 def test_without_a_server_everything_is_a_no_op() -> None:
     descent = Descent()
     with DiLoCoWorker(descent.model, descent.optimizer) as worker:
         before = copy.deepcopy(descent.model.state_dict())
         worker.report(loss=1.0, tokens=3)
         assert worker.force_sync() is worker.load_global() is worker.should_stop is False
+        assert (worker.round, worker.global_loss, worker.progress) == (0, None, Progress())
         state = worker.state_dict()
         descent.steps(2)
     for name, value in descent.model.state_dict().items():
@@ -183,54 +164,6 @@ def test_counters_resume_from_a_checkpoint(training: ScriptedTraining) -> None:
         other.load_state_dict({"steps": 1})
 
 
-# Being refused, waiting.
-
-WELCOME = Welcome(b"s" * 16, "epoch", run_config(num_fragments=3), 0)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "answer", "sentence"),
-    [
-        ({"sync_every": 9}, Error("config_differs", "sync_every=9, not 4."), "sync_every=9, not 4"),
-        ({"options": {"heartbeat_interval": 0}}, WELCOME, "heartbeat_interval 0"),
-        ({"sync_every": 2}, WELCOME, "sync_every is 2 and the run has 3 fragments"),
-    ],
-)
-def test_refusal_is_raised_with_its_sentence(
-    training: ScriptedTraining, keywords: dict[str, Any], answer: Message, sentence: str
-) -> None:
-    training.does(training.makes(**keywords).start)
-    broker = training.broker
-    broker.control, join, _ = broker.hears_from(Join)
-    assert join.wants == {k: v for k, v in keywords.items() if k == "sync_every"}
-    broker.says(answer)
-    with pytest.raises(Refused, match=sentence):
-        training.done()
-
-
-# Fragments.
-
-
-STREAMS = {"sync_every": 6, "num_fragments": 3}
-
-
-def begins(training: ScriptedTraining, **changes: Any) -> Any:
-    return training.begins(layers(), config=STREAMS | changes)
-
-
-def test_heartbeat_has_the_delay_in_use(training: ScriptedTraining) -> None:
-    begins(training, sync_every=12, fragment_delay_auto=True)
-    training.steps(4)
-    assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
-    push, _ = training.takes(0)
-    training.steps(1)
-    training.brings(1000, 1, push)
-    training.steps(3)  # merged after two steps; then the slot of fragment 1, with a heartbeat
-    while (told := training.broker.hears(Heartbeat)).step < 8:
-        pass
-    assert (told.merge_delay, training.broker.hears(Push).fragment) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("merge", "merged"),
     [
@@ -257,12 +190,7 @@ def test_push_in_flight_during_load_global_is_merged_onto_the_loaded_values(
     assert training.values == merged - 2
 
 
-# Failures: connections that break, a broker that restarts or stops, a link that fails.
-
-
 LATER = {"fragment_sync_delay": 2}
-
-# Connections that break, and silence.
 
 
 def test_worker_describes_itself_the_same_way_on_rejoining(training: ScriptedTraining) -> None:
@@ -302,9 +230,6 @@ def test_message_received_before_the_connection_broke_is_handled(
             is_due.clear()
 
 
-# Versions received meanwhile.
-
-
 def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining) -> None:
     training.begins(config=LATER)
     training.steps(H)
@@ -322,8 +247,6 @@ def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining
     training.steps(1)
     assert training.values == 1000
 
-
-# A broker that restarts, stops, or removes the worker.
 
 OVER = "The run is over: ann@desk asked for it."
 
@@ -351,38 +274,18 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
     assert worker.stop_reason == OVER
 
 
-@pytest.mark.parametrize("stands_at_a_boundary", [False, True])
 def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
-    training: ScriptedTraining, broker: ScriptedBroker, stands_at_a_boundary: bool
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     worker = training.begins()
     assert not worker.should_stop
-    if stands_at_a_boundary:
-        training.trains(H)
-        training.takes()
     broker.says(Notice("shutdown", "The broker stops."))
     until(lambda: worker.should_stop)
-    if not stands_at_a_boundary:
-        training.trains(H)
-    training.done()
+    training.steps(H)
     assert training.values == 100 - H
     began = time.monotonic()
     worker.close()
     assert time.monotonic() - began < 5
-
-
-# Failures of the link.
-
-
-def test_chunk_of_wrong_length_is_logged_and_dropped(training: ScriptedTraining) -> None:
-    training.begins()
-    training.trains(H)
-    push, _ = training.takes()
-    training.broker.says(Chunk(0, 0, version=version(1)), b"123")
-    training.serves(5, 1, push)
-    training.done()
-    assert training.values == 5
-    assert "3 bytes" in str(training.metrics.last_error)
 
 
 def test_failing_link_does_not_stop_training_and_can_be_closed(

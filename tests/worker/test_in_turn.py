@@ -1,7 +1,5 @@
 """A run inside one process: workers that one thread steps in turn, or each its own thread."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -175,17 +173,6 @@ def test_local_run_opens_no_port_and_leaves_nothing_behind() -> None:
 def test_old_name_of_the_exception_still_works() -> None:
     with pytest.warns(DeprecationWarning, match="RunStalled"):
         assert testing.RunStandsStill is RunStalled
-
-
-# The progress that a script sees of its run: rounds, steps, tokens, and the loss of all workers.
-
-
-def test_progress_is_zero_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DILOCO_SERVER", raising=False)
-    each = an_mlp(0)
-    with DiLoCoWorker(each.model, each.optimizer) as diloco:
-        each.step()
-        assert (diloco.round, diloco.global_loss, diloco.progress) == (0, None, Progress())
 
 
 def test_workers_see_the_same_progress_and_a_late_one_before_its_first_step() -> None:

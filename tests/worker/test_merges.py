@@ -4,8 +4,6 @@ Each optimizer step lowers every value by 1, from 100. An interrupted merge resu
 and leads to the same model and the same next pseudo-gradient: what counted counts once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,7 +189,7 @@ CASES: list[tuple[str, int | None, type[BaseException]]] = [
 
 
 @pytest.mark.parametrize(("name", "nth", "error"), CASES)
-def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
+def test_interrupted_merge_is_resumed_and_counts_once(
     training: ScriptedTraining, name: str, nth: int | None, error: type[BaseException]
 ) -> None:
     plot = PLOTS[name]
@@ -234,7 +232,9 @@ def test_interrupted_load_is_resumed(
     assert training.values == 1000 - 1
 
 
-def test_state_amid_a_merge(training: ScriptedTraining, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_saved_amid_a_merge_has_no_parameters(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
+) -> None:
     """A part of the model is ahead of the rest, so they would belong to no moment."""
     begins(training, LATER, nth=2, error=KeyboardInterrupt)
     in_the_air(training)
@@ -245,21 +245,6 @@ def test_state_amid_a_merge(training: ScriptedTraining, caplog: pytest.LogCaptur
     training.steps(1)
     assert training.worker.state_dict()["resume"] is not None
     assert training.metrics.unsynced_steps == 0
-
-
-def interrupts_once(
-    monkeypatch: pytest.MonkeyPatch, of: object, name: str, *, afterwards: bool = False
-) -> None:
-    """Raise KeyboardInterrupt instead of the next call of this method, or after it."""
-    call = getattr(of, name)
-
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(of, name, call)
-        if afterwards:
-            call(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(of, name, interrupted)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +272,15 @@ def test_interrupt_between_freezing_and_offering_sends_the_push_once(
     training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, is_offered: bool
 ) -> None:
     begins(training, LATER)
-    interrupts_once(monkeypatch, training.link, "offer", afterwards=is_offered)
+    offer = training.link.offer
+
+    def interrupted_once(*arguments: Any) -> None:
+        monkeypatch.setattr(training.link, "offer", offer)
+        if is_offered:
+            offer(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.link, "offer", interrupted_once)
     training.steps(H + 1)
     push, delta = training.takes()
     assert (push.steps, delta) == (H, H)

@@ -1,7 +1,5 @@
 """Finds the model that an optimizer trains, without the script's help."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -4,8 +4,6 @@ The worker trains against a scripted broker; each step lowers every parameter by
 of each chunk is computed by codecs in plain Python, in fp32.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,15 +27,13 @@ CODEC = "int4"
 class Sender:
     """The expected pushes of a chunk in which all elements are equal."""
 
-    def __init__(self, wire: str = CODEC, decay: float = 1.0) -> None:
-        self.wire = wire
+    def __init__(self, decay: float = 1.0) -> None:
         self.decay = decay
         self.residual = 0.0
 
     def sends(self, delta: float) -> float:
         """The value that the broker decodes."""
-        coded = encode([self._sum(delta)] * 4, self.wire)
-        return decode(coded, self.wire, 4)[0]
+        return decode(encode([self._sum(delta)] * 4, CODEC), CODEC, 4)[0]
 
     def counts(self, delta: float) -> None:
         """The push counted."""
@@ -47,8 +43,8 @@ class Sender:
         return fp32(delta + self.residual)
 
 
-def few(training: ScriptedTraining, wire: str = CODEC, **config: object) -> None:
-    training.begins(config={"wire_dtype": wire, **config})
+def few(training: ScriptedTraining, **config: object) -> None:
+    training.begins(config={"wire_dtype": CODEC, **config})
 
 
 def by_chunk(training: ScriptedTraining, push: Push, state: FlatState) -> list[float]:
@@ -91,53 +87,7 @@ def serves_in_part(
 
 
 SECOND = Bitmap(CHUNKS, 0b010)
-
-
 DECAYS = pytest.mark.parametrize("decay", [1.0, 0.75])
-
-
-@DECAYS
-@pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_residual_is_sent_with_the_next_delta(
-    training: ScriptedTraining, wire: str, decay: float
-) -> None:
-    few(training, wire, feedback_decay=decay)
-    sender = Sender(wire, decay)
-    for counter in range(1, 6):
-        assert counted_round(training, counter) == [sender.sends(H)] * CHUNKS
-        sender.counts(H)
-    if wire == "int4":
-        assert sender.residual != 0
-
-
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-def test_unquantized_deltas_have_no_residual(training: ScriptedTraining, wire: str) -> None:
-    few(training, wire)
-    counted_round(training, 1)
-    saved = training.worker.state_dict()
-    assert saved["resume"]["fragments"][0]["residual"] is None
-
-
-@DECAYS
-def test_rejected_push_keeps_the_residual_and_loses_its_steps(
-    training: ScriptedTraining, decay: float
-) -> None:
-    few(training, feedback_decay=decay)
-    sender = Sender(decay=decay)
-    counted_round(training, 1)
-    sender.counts(H)
-    training.trains(H)
-    push, values = pushes(training)
-    assert values == [sender.sends(H)] * CHUNKS
-    training.refuses(push)
-    training.done()
-    training.trains(H)
-    push, values = pushes(training)
-    assert values == [sender.sends(H)] * CHUNKS, "as if the rejected push had not been made"
-    training.serves(100, 2, push)
-    training.done()
-    sender.counts(H)
-    assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
 @DECAYS
@@ -146,7 +96,7 @@ def test_rejected_pushes_are_settled_by_a_later_version(
 ) -> None:
     """No version arrives in between."""
     few(training, feedback_decay=decay)
-    sender = Sender(decay=decay)
+    sender = Sender(decay)
     counted_round(training, 1)
     sender.counts(H)
     numbers = []
@@ -190,7 +140,7 @@ def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining, decay
     assert taken(broker, again) == before
     training.serves(100, 2, push)
     training.done()
-    sender = Sender(decay=decay)
+    sender = Sender(decay)
     sender.counts(H)
     sender.counts(H)
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
@@ -208,7 +158,7 @@ def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
 ) -> None:
     """Also for chunks that had not been sent."""
     few(training, fragment_sync_delay=3, feedback_decay=decay)
-    sender = Sender(decay=decay)
+    sender = Sender(decay)
     training.steps(H)
     push, _ = pushes(training)
     training.brings(100, 1, push)
@@ -264,7 +214,7 @@ def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def test_unquantized_codec_drops_residual(training: ScriptedTraining) -> None:
+def test_unquantized_codec_drops_the_residual(training: ScriptedTraining) -> None:
     few(training)
     counted_round(training, 1)
     training.broker.config = replace(training.broker.config, wire_dtype="bf16")

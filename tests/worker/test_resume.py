@@ -34,9 +34,6 @@ MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
-# Incarnations of a script.
-
-
 def with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
 
@@ -225,9 +222,6 @@ def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
     for saves_at, dies_at in saved_and_died:
         plot = interrupted(STEPS, saves_at=saves_at, dies_at=dies_at)
         assert_same_bits(lived([plot, *others], **options), wanted)
-
-
-# Nothing twice, nothing lost.
 
 
 def equal_states(model: nn.Module, tensors: Any) -> bool:

@@ -1,7 +1,5 @@
 """What the broker's version means for a saved state, and which states are valid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,6 @@ from kit.scripted_broker import RUN, ScriptedBroker, run_config, version
 from kit.scripted_training import H, ScriptedTraining
 
 pytest_plugins = ("kit.worker_fixtures",)
-
-
-# The broker's version.
 
 
 OTHERS = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEMBERED)}
@@ -47,9 +42,6 @@ def test_version_that_may_contain_unknown_pushes_supersedes_local_steps(
     found = compared("me", base, arrival)
     assert (found is None) == (why is None)
     assert found is None or str(why) in str(found.superseding)
-
-
-# The state itself.
 
 
 def tensors_in(plain: Any) -> list[Tensor]:
@@ -157,7 +149,9 @@ def test_smallest_change_of_a_tensor_is_named(training: ScriptedTraining, name: 
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_model_saved_in_a_narrower_dtype(training: ScriptedTraining, narrow: torch.dtype) -> None:
+def test_model_saved_in_a_narrower_dtype_is_accepted_within_its_rounding(
+    training: ScriptedTraining, narrow: torch.dtype
+) -> None:
     worker = training.begins(Kinds())
     with torch.no_grad():
         for parameter in training.descent.model.parameters():
@@ -232,9 +226,6 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
         training.makes(nn.Linear(3, 5)).load_state_dict(state)
 
 
-# A worker resumes from its checkpoint, message by message.
-
-
 UNAUTHENTICATED = 0xABC  # an unknown push
 
 
@@ -278,7 +269,7 @@ def test_steps_pushed_by_a_later_incarnation_are_superseded(
     training.resumes(training.saves(), version(3), options={"audit": audit})
     broker.hears_pull()
     counted = [*(ids if flight_counted else []), UNAUTHENTICATED]
-    has_version_of(training, 500, 3, *counted)
+    broker.serves(training.filled(500), version(3), *counted)
     training.done()
     assert training.values == 500
     lost = 2 if not in_flight else 1 if flight_counted else H + 1
@@ -291,12 +282,6 @@ def test_steps_pushed_by_a_later_incarnation_are_superseded(
     training.steps(left)
     push, delta = training.takes()  # nothing is in doubt: offered without asking
     assert (push.base, push.steps, delta) == (version(3), left, left)
-
-
-def has_version_of(training: ScriptedTraining, value: float, counter: int, *counted: int) -> None:
-    """Serve a version that contains these pushes."""
-    state = training.filled(value)
-    training.broker.serves(state, version(counter), *counted)
 
 
 @pytest.mark.parametrize("is_another_run", [False, True])

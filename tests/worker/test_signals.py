@@ -4,12 +4,9 @@ Most scripts run in their own processes; the broker is in a thread of this one, 
 whether the worker left (one that vanishes counts as dead).
 """
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,13 @@ import pytest
 from diloco_broker import Broker
 from diloco_broker.core.rounds.streaming import StreamingRound
 from diloco_protocol.messages import Leave
+from diloco_worker import DiLoCoWorker
 from diloco_worker.transport.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address
 from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import ScriptedTraining
 from kit.uniform_model import until
-from kit.whole_run import make_config
+from kit.whole_run import an_mlp, make_config
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -35,16 +33,10 @@ SCRIPT = """
 import sys, threading, torch
 from torch import nn
 from diloco_worker import DiLoCoWorker
-from diloco_worker.transport import sigterm
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 manners = sys.argv[1]
-if manners == "stubborn":
-    sigterm.ECHO_S = 0.0  # a second signal counts, however soon
-if manners == "brief":
-    waiting = sigterm.Termination.waiting
-    sigterm.Termination.waiting = lambda self: print("waits", flush=True) or waiting(self)
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 steps = 0
@@ -56,16 +48,9 @@ try:
             steps += 1
             print("step", steps, flush=True)
             threading.Event().wait(0.01)
-            if manners == "brief" and steps == 202:
-                break
-            if diloco.should_stop and manners == "stubborn":
-                print("pays no heed", flush=True)
-                threading.Event().wait(600)
             if diloco.should_stop and manners == "polite":
                 print("stops because", diloco.stop_reason, flush=True)
                 break
-            if manners == "slow" and steps == 6:
-                threading.Event().wait(600)
     print("after the with", flush=True)
 finally:
     print("unwound", flush=True)
@@ -119,28 +104,38 @@ def test_signal_ends_a_script_through_its_with_and_notifies_the_broker(
     assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
-def test_sigterm_with_the_exit_option_ends_a_script_within_a_step(processes: Processes) -> None:
-    with serving() as broker:
-        variables = {"DILOCO_SERVER": broker.address, "DILOCO_HANDLE_SIGNALS": "exit"}
-        worker = processes.run("train.py", "slow", **variables)
-        worker.says("step 6")
-        worker.gets(signal.SIGTERM)
-        assert worker.ends(SOON_S) == EXIT_CODE
-        state = broker._loop.core.state
-        until(lambda: len(state.members) == 0 and state.totals.deaths == 0)
-    assert "unwound" in worker.output
+def test_sigterm_with_the_exit_option_ends_the_script_within_a_step() -> None:
+    each, options = an_mlp(0), {"handle_signals": "exit"}
+    with (
+        serving() as broker,
+        DiLoCoWorker(each.model, each.optimizer, broker.address, options=options),
+    ):
+        each.step()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == EXIT_CODE
 
 
-def test_sigterm_ends_a_worker_that_waits_for_its_last_push(processes: Processes) -> None:
-    options = ("--sync-every", "200", "--fragment-sync-delay", "3", "--heartbeat-timeout", "0")
-    broker, address = processes.serve(*options)
-    worker = processes.run("train.py", "brief", DILOCO_SERVER=address)
-    worker.says("step 6")
-    broker.gets(signal.SIGSTOP)
-    worker.says("waits")
-    worker.gets(signal.SIGTERM)
-    assert worker.ends(SOON_S) == EXIT_CODE
-    assert "unwound" in worker.output
+def test_sigterm_ends_a_worker_that_waits_for_its_last_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = Termination.waiting
+
+    @contextlib.contextmanager
+    def interrupted(self: Termination) -> Iterator[None]:
+        with waiting(self):
+            signal.raise_signal(signal.SIGTERM)
+            yield
+
+    each = an_mlp(0)
+    with serving(workers=2, fragment_sync_delay=3) as broker:
+        worker = DiLoCoWorker(each.model, each.optimizer, broker.address, timeout=600).start()
+        for _ in range(4):
+            each.step()
+        monkeypatch.setattr(Termination, "waiting", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            worker.close()
+    assert ended.value.code == EXIT_CODE
 
 
 def test_sigterm_ends_the_wait_for_an_absent_broker(processes: Processes) -> None:
@@ -148,20 +143,6 @@ def test_sigterm_ends_the_wait_for_an_absent_broker(processes: Processes) -> Non
     worker.says("aiting")
     worker.gets(signal.SIGTERM)
     assert worker.ends(SOON_S) == 143
-
-
-@pytest.mark.parametrize("is_left_alone", [True, False])
-def test_second_or_unhandled_sigterm_kills(processes: Processes, is_left_alone: bool) -> None:
-    with serving() as broker:
-        handled = {"DILOCO_HANDLE_SIGNALS": str(int(not is_left_alone))}
-        worker = processes.run("train.py", "stubborn", DILOCO_SERVER=broker.address, **handled)
-        worker.says("step 6")
-        worker.gets(signal.SIGTERM)
-        if not is_left_alone:
-            worker.says("pays no heed")
-            worker.gets(signal.SIGTERM)
-        assert worker.ends(SOON_S) == -signal.SIGTERM
-    assert "unwound" not in worker.output
 
 
 def test_ctrl_c_does_not_hang_with_a_silent_broker(processes: Processes) -> None:
@@ -189,16 +170,6 @@ def test_ending_script_waits_for_its_push_and_an_interrupted_one_for_its_upload(
     leave = broker.hears(Leave)
     assert ("KeyboardInterrupt" in leave.reason) == is_ended
     training.done()
-
-
-# The handler itself.
-
-
-@pytest.fixture
-def default_sigterm() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 TORN = """
@@ -235,7 +206,9 @@ finally:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_signal_in_a_merge_tears_nothing(processes: Processes, number: int, code: int) -> None:
+def test_signal_during_a_merge_leaves_a_consistent_model(
+    processes: Processes, number: int, code: int
+) -> None:
     """Else the exit checkpoint of a script would have one layer of a version and not the other."""
     (processes.folder / "torn.py").write_text(TORN)
     with serving() as broker:
@@ -245,7 +218,6 @@ def test_signal_in_a_merge_tears_nothing(processes: Processes, number: int, code
     assert "copied 4 whole True" in worker.output
 
 
-@pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize("is_set_before", [True, False])
 def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     heard: list[int] = []
@@ -262,7 +234,6 @@ def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     assert not termination.is_asked
 
 
-@pytest.mark.usefixtures("default_sigterm")
 def test_echo_of_a_sigterm_is_ignored_but_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd also sends one to the script, and `diloco-worker run` forwards its own."""
     now = [50.0]
@@ -283,13 +254,12 @@ def test_echo_of_a_sigterm_is_ignored_but_no_later_one(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def termination() -> Iterator[Termination]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     made = Termination(lambda: None)
     made.is_training = True
     made.install()
     yield made
     made.restore()
-    signal.signal(signal.SIGINT, before)
 
 
 def presses(_: Termination) -> None:
@@ -313,7 +283,6 @@ def goes_on(_: Termination) -> None:
 Action = Callable[[Termination], None]
 
 
-@pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize(
     ("actions", "done", "is_raised"),
     [
@@ -343,27 +312,20 @@ def test_held_ctrl_c_is_raised_once(
         presses(termination)
 
 
-FORKS = """
-import os, signal, sys, threading
-from diloco_worker.transport.sigterm import Termination
-
-termination = Termination(lambda: None)
-termination.is_training = True
-termination.install()
-ready, tell = os.pipe()
-child = os.fork()
-if child == 0:
-    os.write(tell, b"!")
-    threading.Event().wait(30)
-    os._exit(0)
-os.read(ready, 1)  # a signal sent during the fork is lost
-os.kill(child, signal.SIGTERM)
-_, status = os.waitpid(child, 0)
-sys.exit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM else 1)
-"""
-
-
+@pytest.mark.usefixtures("termination")
 def test_forked_child_that_inherits_the_handler_dies_of_sigterm() -> None:
     """Data loaders end their processes so."""
-    done = subprocess.run([sys.executable, "-c", FORKS], timeout=60, check=False)
-    assert done.returncode == 0
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(tell, b"!")
+            signal.pause()
+        finally:
+            os._exit(0)
+    os.read(ready, 1)  # a signal sent during the fork is lost
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+    os.close(ready)
+    os.close(tell)

@@ -1,7 +1,5 @@
 """Joining a run: wrapped optimizers, and failures that leave nothing behind."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
@@ -14,26 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair
 from kit.uniform_model import until
+from kit.whole_run import make_config
 
 PATIENCE_S = 20.0
 
 
-@pytest.fixture(autouse=True)
-def nobody_takes_sigterm() -> Iterator[None]:
-    """Commands of other tests in this process may have left their handlers."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Broker]:
-    address = "tcp://127.0.0.1:*"
-    with Broker(BrokerConfig(workers=1, sync_every=2, bind=address, feed=address)) as made:
+    with Broker(make_config(workers=1, sync_every=2)) as made:
         yield made
 
 
@@ -170,3 +160,16 @@ def test_second_worker_for_a_model_in_a_run_is_refused(broker: Broker) -> None:
     with early:
         trains(model, optimizer, 2)
         assert early.sync_metrics.pushes == 1
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("handles", [False, True])
+def test_worker_handles_sigterm_unless_told_not_to(
+    broker: Broker, is_local: bool, handles: bool
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    server = "local" if is_local else broker.address
+    with DiLoCoWorker(model, optimizer, server, options={"handle_signals": handles}):
+        assert (signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL) == handles
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,7 +1,5 @@
 """The output of a script with a worker: log lines and uncaught errors, in real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from kit.process_kit import PATIENCE_S, Child, Processes
+from kit.whole_run import make_config
 
 # Two rounds; in between the script configures logging, if an argument says so.
 TRAIN = """
@@ -57,8 +56,7 @@ train()
 
 @pytest.fixture
 def broker() -> Iterator[Broker]:
-    address = "tcp://127.0.0.1:*"
-    with Broker(BrokerConfig(workers=1, sync_every=2, bind=address, feed=address)) as made:
+    with Broker(make_config(workers=1, sync_every=2)) as made:
         yield made
 
 

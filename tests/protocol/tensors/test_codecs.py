@@ -1,7 +1,5 @@
 """Quantized codecs against the same in plain Python, at the edges of fp32, and with hostile bytes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -52,7 +50,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @pytest.mark.parametrize("wire", QUANTIZED)
 @given(st.lists(floats, min_size=1, max_size=600))
-def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[float]) -> None:
+def test_values_of_any_size_have_the_documented_bytes(wire: str, values: list[float]) -> None:
     given_ = torch.tensor(values, dtype=torch.float32)
     payload = sent(given_, wire)
     found = read(payload, wire, len(values))
@@ -64,15 +62,12 @@ def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[floa
     assert len(payload) <= span_bytes(span_of(len(values)), wire)
 
 
-@pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize("elements", [1, 128, 255, 256, 257, 70_000])
-def test_normal_values_travel_as_in_plain_python(wire: str, elements: int) -> None:
+def test_int4z_reads_as_in_plain_python_but_for_values_between_two_steps(elements: int) -> None:
     values = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
-    theirs = torch.tensor(decode(encode(values.tolist(), wire), wire, elements))
-    found = read(sent(values, wire), wire, elements)
+    theirs = torch.tensor(decode(encode(values.tolist(), "int4z"), "int4z", elements))
+    found = read(sent(values, "int4z"), "int4z", elements)
     assert torch.isclose(found, theirs, rtol=1e-2, atol=0).float().mean() > 0.99
-    if wire != "int4z":
-        assert torch.equal(found, theirs)
 
 
 @pytest.mark.parametrize(("wire", "largest"), [("int8", 127), ("int4", 7)])
@@ -104,7 +99,7 @@ def test_largest_values_of_fp32_stay_finite(wire: str, part: float) -> None:
     assert torch.isfinite(read(sent(values, wire), wire, 256)).all()
 
 
-def test_normal_values_take_the_bits_that_the_page_says() -> None:
+def test_normal_values_take_the_documented_number_of_bits() -> None:
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     bits = {wire: 8 * len(sent(values, wire)) / values.numel() for wire in QUANTIZED}
     assert (round(bits["int8"], 2), round(bits["int4"], 2)) == (8.06, 4.06)
@@ -147,7 +142,8 @@ def test_scale_that_is_not_finite_makes_values_that_are_not(scale: bytes) -> Non
 
 def dump_of(wire: str) -> str:
     """As in the page: only rows that differ from the one before."""
-    payload = sent(torch.tensor([1.0, -2.0, 0.5]), wire)
+    few, many = [1.0, -2.0, 0.5], [-1.0, *range(2, 65)]
+    payload = sent(torch.tensor(many if wire == "sparse" else few), wire)
     lines, former = [f"{wire}: {len(payload)} bytes"], b""
     for start in range(0, len(payload), 16):
         row = payload[start : start + 16]
@@ -159,8 +155,8 @@ def dump_of(wire: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("wire", QUANTIZED)
-def test_dumps_of_the_page_are_what_is_sent(wire: str) -> None:
+@pytest.mark.parametrize("wire", [*QUANTIZED, "sparse"])
+def test_documented_dumps_equal_the_sent_bytes(wire: str) -> None:
     assert dump_of(wire) in (ROOT / "docs" / "codecs.md").read_text()
 
 
@@ -187,7 +183,7 @@ def test_encoder_and_decoder_read_the_same_codes(wire: str, elements: int) -> No
 
 
 @pytest.mark.parametrize("wire", list(BLOCKS))
-def test_what_was_read_or_sent_stays_when_more_is_encoded(wire: str) -> None:
+def test_encoding_another_chunk_changes_no_earlier_result(wire: str) -> None:
     first, second = torch.randn(600), torch.randn(600)
     encoded = BLOCKS[wire].encode(first)
     read, payload = encoded.read(), bytes(encoded.payload)
@@ -195,9 +191,6 @@ def test_what_was_read_or_sent_stays_when_more_is_encoded(wire: str) -> None:
     BLOCKS[wire].encode(second).read()
     assert torch.equal(read, before)
     assert bytes(encoded.payload) == payload
-
-
-# How each codec writes and reads a chunk, and how the broker uses it.
 
 
 @pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not is_quantized(name)])
@@ -215,7 +208,7 @@ def test_every_codec_has_both_halves_of_its_row() -> None:
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_model_moves_by_what_a_delta_of_quantized_codecs_reads_as(wire: str) -> None:
+def test_model_moves_by_the_decoded_delta(wire: str) -> None:
     """Each chunk has blocks of its own: here one of 300 elements and one of 100."""
     entries = (TensorEntry("w", (400,), "float32", Kind.TRAINABLE),)
     layout = lay_out(Manifest(entries), chunk_elements=300)
@@ -239,7 +232,7 @@ def test_model_moves_by_what_a_delta_of_quantized_codecs_reads_as(wire: str) -> 
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "clip-median-norm"])
-def test_chunk_that_cannot_be_read_is_refused_as_one_that_is_not_finite(aggregate: str) -> None:
+def test_undecodable_chunk_is_refused_like_a_non_finite_one(aggregate: str) -> None:
     layout = lay_out(Manifest((TensorEntry("w", (256,), "float32", Kind.TRAINABLE),)))
     broker = Parameters(layout, Nesterov(1.0, 0.0), wire="int4z", reply="fp32", aggregate=aggregate)
     garbage = bytearray(b"\x80\x3f" + bytes(60))
@@ -249,7 +242,7 @@ def test_chunk_that_cannot_be_read_is_refused_as_one_that_is_not_finite(aggregat
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("position", [0, 57, 99])
-def test_one_bad_value_is_found_wherever_it_is(bad: float, position: int) -> None:
+def test_single_non_finite_value_is_found_at_any_position(bad: float, position: int) -> None:
     values = torch.randn(100)
     assert is_finite(values)
     values[position] = bad

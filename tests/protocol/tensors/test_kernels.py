@@ -1,7 +1,5 @@
 """Compiled kernels make what torch makes, bit for bit: at the edges of fp32, at any address and size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeVar

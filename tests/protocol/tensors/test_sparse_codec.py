@@ -1,7 +1,5 @@
 """Sparse codecs: the largest of each 4096 elements, against the same in plain Python."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import SPARSE_KEPT, span_bytes
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.tensors.codecs import BLOCKS, decode_chunk
-from kit.paths import ROOT
 from kit.raw_codecs import bf16_of, bits_of, fp32, from_bf16
 
 BLOCK = 4096
@@ -154,14 +151,3 @@ def test_sparse_is_for_pseudo_gradients_only() -> None:
         BrokerConfig(reply_dtype="sparse")
     with pytest.raises(UsageError, match="--wire-dtype is sparse:63"):
         BrokerConfig(wire_dtype="sparse:63")
-
-
-def test_dump_of_the_page_is_what_is_sent() -> None:
-    values = torch.arange(1.0, 65.0)
-    values[0] = -1.0
-    payload = sent(values)
-    rows = [payload[start : start + 16].hex(" ") for start in range(0, len(payload), 16)]
-    dump = "\n".join(
-        [f"sparse: {len(payload)} bytes", *(f"  {16 * i:04x}  {row}" for i, row in enumerate(rows))]
-    )
-    assert dump in (ROOT / "docs" / "codecs.md").read_text(), dump

@@ -1,7 +1,5 @@
 """Memory for chunks: handed out again when, and only when, no tensor uses it any more."""
 
-from __future__ import annotations
-
 import gc
 import random
 

@@ -1,9 +1,6 @@
 """`--auto`: scripts without DiLoCo, in real processes with a real broker."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -135,10 +132,9 @@ print("order", torch.randperm(1000)[:6].tolist(), flush=True)
 """
 
 
-def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(text)
-    return str(path)
+def script(processes: Processes, text: str) -> str:
+    (processes.folder / "script.py").write_text(text)
+    return "script.py"
 
 
 def auto(processes: Processes, address: str, *words: str) -> Child:
@@ -173,23 +169,23 @@ def test_unmodified_scripts_match_the_plain_hook_bit_for_bit(processes: Processe
 
 
 @pytest.mark.slow
-def test_late_worker_drops_its_first_step(processes: Processes, tmp_path: Path) -> None:
+def test_late_worker_drops_its_first_step(processes: Processes) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save", "--outer", "sgd")
-    path = script(tmp_path, TRAIN)
+    path = script(processes, TRAIN)
     assert auto(processes, address, path, "1", "2").ends() == 0
     late = auto(processes, address, path, "2", "1")
     assert late.ends() == 0
     assert "dropped" in late.output
     third = auto(processes, address, path, "3", "1")
     assert third.ends() == 0
-    one, other = (torch.load(tmp_path / f"{seed}.pt") for seed in (2, 3))
+    one, other = (torch.load(processes.folder / f"{seed}.pt") for seed in (2, 3))
     assert all(torch.equal(one[name], other[name]) for name in one), "both have the run's"
 
 
 @pytest.mark.slow
-def test_script_ends_with_its_run_for_good(processes: Processes, tmp_path: Path) -> None:
+def test_script_ends_with_its_run_for_good(processes: Processes) -> None:
     _, address = processes.serve("--sync-every", "5", "--no-save")
-    program = (sys.executable, script(tmp_path, TRAIN), "1", "100000000")
+    program = (sys.executable, script(processes, TRAIN), "1", "100000000")
     launched = ("-m", "diloco_worker", "run", "--server", address, "--auto", "--restarts", "3")
     made = processes.run(*launched, *program)
     made.says("step 20")
@@ -200,46 +196,46 @@ def test_script_ends_with_its_run_for_good(processes: Processes, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_children_of_a_script_are_not_part_of_the_run(processes: Processes, tmp_path: Path) -> None:
+def test_children_of_a_script_are_not_part_of_the_run(processes: Processes) -> None:
     broker, address = processes.serve("--sync-every", "2", "--no-save")
-    made = auto(processes, address, script(tmp_path, STEPS_IN_A_CHILD))
+    made = auto(processes, address, script(processes, STEPS_IN_A_CHILD))
     assert made.ends() == 0, made.output
     assert made.output.count("Attached to Linear with 8 parameters") == 1
     broker.says("Round 0 closed")
 
 
-def test_script_that_cannot_join_says_why(processes: Processes, tmp_path: Path) -> None:
-    made = auto(processes, "127.0.0.1:1", script(tmp_path, SHARED))
+def test_script_that_cannot_join_says_why(processes: Processes) -> None:
+    made = auto(processes, "127.0.0.1:1", script(processes, SHARED))
     assert made.ends() == 2
     assert "2 models" in made.output
     assert "trains on" not in made.output
 
 
-def test_script_with_its_own_worker_is_left_alone(processes: Processes, tmp_path: Path) -> None:
+def test_script_with_its_own_worker_is_left_alone(processes: Processes) -> None:
     _, address = processes.serve("--no-save")
-    made = auto(processes, address, script(tmp_path, OWN))
+    made = auto(processes, address, script(processes, OWN))
     assert made.ends() == 0
     assert "its own DiLoCoWorker" in made.output
     assert "Attached" not in made.output
 
 
 @pytest.mark.slow
-def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_path: Path) -> None:
+def test_optimizers_of_one_model_are_counted_together(processes: Processes) -> None:
     """Both end after a boundary: between two optimizers it would make their models differ."""
     options = ("--workers", "2", "--min-workers", "2", "--sync-every", "4", "--no-save")
     _, address = processes.serve(*options)
-    path = script(tmp_path, SEVERAL)
+    path = script(processes, SEVERAL)
     made = [auto(processes, address, path, seed, "9") for seed in ("1", "2")]
     assert [each.ends() for each in made] == [0, 0], made[0].output + made[1].output
     assert "trained by SGD and AdamW" in made[0].output
-    one, other = (torch.load(tmp_path / f"{seed}.pt") for seed in (1, 2))
+    one, other = (torch.load(processes.folder / f"{seed}.pt") for seed in (1, 2))
     assert all(torch.equal(one[name], value) for name, value in other.items())
 
 
 @pytest.mark.slow
-def test_dropped_steps_keep_their_gradients(processes: Processes, tmp_path: Path) -> None:
+def test_dropped_steps_keep_their_gradients(processes: Processes) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save")
-    made = auto(processes, address, script(tmp_path, NEEDS_GRADIENTS))
+    made = auto(processes, address, script(processes, NEEDS_GRADIENTS))
     assert made.ends() == 0, made.output
     changed = [line for line in made.output.splitlines() if line.startswith("changed")]
     assert changed == [f"changed {[False] * 4}", f"changed {[True] * 4}"]
@@ -247,9 +243,9 @@ def test_dropped_steps_keep_their_gradients(processes: Processes, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_path: Path) -> None:
+def test_optimizer_that_replaces_the_first_is_named(processes: Processes) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save")
-    made = auto(processes, address, script(tmp_path, TWO_PHASES))
+    made = auto(processes, address, script(processes, TWO_PHASES))
     assert made.ends() == 2
     assert "AdamW also trains Sequential, but made no step in the first round of SGD" in made.output
 
@@ -258,17 +254,15 @@ def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_pa
 @pytest.mark.parametrize(
     ("done", "code"), [("", 0), ("optimizer", 2), ("child", 2), ("background", 2), ("error", 1)]
 )
-def test_script_without_training_is_reported(
-    processes: Processes, tmp_path: Path, done: str, code: int
-) -> None:
-    made = auto(processes, "127.0.0.1:1", script(tmp_path, DOES_NOT_TRAIN), done)
+def test_script_without_training_is_reported(processes: Processes, done: str, code: int) -> None:
+    made = auto(processes, "127.0.0.1:1", script(processes, DOES_NOT_TRAIN), done)
     assert made.ends() == code, made.output
     assert ("did not take part in the run" in made.output) == (done != "error")
 
 
 @pytest.mark.slow
-def test_each_worker_may_shuffle_from_its_own_seed(processes: Processes, tmp_path: Path) -> None:
-    path = script(tmp_path, SHUFFLES)
+def test_each_worker_may_shuffle_from_its_own_seed(processes: Processes) -> None:
+    path = script(processes, SHUFFLES)
 
     def order(*options: str) -> str:
         words = ("run", "--server", "127.0.0.1:1", "--auto", *options, "--", sys.executable, path)

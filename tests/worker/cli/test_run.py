@@ -1,7 +1,5 @@
 """`diloco-worker run`, with real processes: variables, exit codes, signals, restarts, the background."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -60,10 +58,9 @@ def launch(processes: Processes, *words: str, **env: str) -> Child:
     return processes.run("-m", "diloco_worker", "run", *words, **env)
 
 
-def script(folder: Path, text: str) -> tuple[str, str]:
-    path = folder / "script.py"
-    path.write_text(text)
-    return sys.executable, str(path)
+def script(processes: Processes, text: str) -> tuple[str, str]:
+    (processes.folder / "script.py").write_text(text)
+    return sys.executable, "script.py"
 
 
 def is_running(pid: int) -> bool:
@@ -79,17 +76,17 @@ def host() -> str:
 
 @pytest.mark.parametrize(("address", "code"), [(SERVER, 0), (("127.0.0.1:1",), 42)])
 def test_exit_code_is_that_of_the_script(
-    processes: Processes, tmp_path: Path, address: tuple[str, ...], code: int
+    processes: Processes, address: tuple[str, ...], code: int
 ) -> None:
-    made = launch(processes, *address, "--", *script(tmp_path, SHOW), str(code))
+    made = launch(processes, *address, "--", *script(processes, SHOW), str(code))
     assert made.ends() == code
     assert f"DILOCO_WORKER_ID = {host()}-0" in made.output
     assert "DILOCO_SERVER = tcp://127.0.0.1:1" in made.output
 
 
 @pytest.mark.slow
-def test_each_slot_and_each_shard_has_its_own_name(processes: Processes, tmp_path: Path) -> None:
-    program = (*script(tmp_path, SHOW), "0")
+def test_each_slot_and_each_shard_has_its_own_name(processes: Processes) -> None:
+    program = (*script(processes, SHOW), "0")
     shards = ("--shard-index", "3", "--num-shards", "8")
     by_slot, by_shard, by_name = (
         launch(processes, *SERVER, *words, *program)
@@ -107,7 +104,7 @@ def test_each_slot_and_each_shard_has_its_own_name(processes: Processes, tmp_pat
 @pytest.mark.slow
 def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
     assert processes.asks("keygen", "keys", "berlin", "oslo") == 0
-    program = (*script(tmp_path, SHOW), "0")
+    program = (*script(processes, SHOW), "0")
     file = tmp_path / "keys" / "clients" / "worker-oslo.key"
     by_file = launch(processes, *SERVER, "--keys", str(file), *program)
     chosen = launch(processes, *SERVER, "--keys", "keys", "--worker-id", "berlin", *program)
@@ -141,8 +138,8 @@ def test_wrong_usage_starts_nothing(tmp_path: Path, words: tuple[str, ...], sent
     assert not (tmp_path / "began").exists()
 
 
-def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path) -> None:
-    made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, LISTEN))
+def test_signals_reach_the_script_once_each(processes: Processes) -> None:
+    made = launch(processes, *SERVER, "--restarts", "3", *script(processes, LISTEN))
     made.says("listens, leader: True")  # or Ctrl-C in a terminal would reach it twice
     for which in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         made.gets(which)
@@ -153,17 +150,17 @@ def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_signal_ends_a_script_without_a_handler(processes: Processes, tmp_path: Path) -> None:
+def test_signal_ends_a_script_without_a_handler(processes: Processes) -> None:
     plain = "import signal; print('begins', flush=True)\nwhile True: signal.pause()"
     for which, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, plain))
+        made = launch(processes, *SERVER, "--restarts", "3", *script(processes, plain))
         made.says("begins")
         made.gets(which)
         assert made.ends() == code
 
 
-def test_failed_script_is_restarted_after_a_pause(processes: Processes, tmp_path: Path) -> None:
-    made = launch(processes, *SERVER, "--restarts", "2", *script(tmp_path, FAIL_TWICE))
+def test_failed_script_is_restarted_after_a_pause(processes: Processes) -> None:
+    made = launch(processes, *SERVER, "--restarts", "2", *script(processes, FAIL_TWICE))
     assert made.ends() == 0
     assert "restart 1 of 2 in 1 s" in made.output
     assert "restart 2 of 2 in 2 s" in made.output
@@ -186,9 +183,9 @@ sys.exit(1)
     [("over", ("--over-is-success",), 0), ("", ("--over-is-success",), 1)],
 )
 def test_end_file_counts_where_a_launcher_hides_the_exit_code(
-    processes: Processes, tmp_path: Path, word: str, options: tuple[str, ...], code: int
+    processes: Processes, word: str, options: tuple[str, ...], code: int
 ) -> None:
-    program = script(tmp_path, HIDE)
+    program = script(processes, HIDE)
     made = launch(processes, *SERVER, *options, "--restarts", "1", "--", *program, word)
     assert made.ends() == code
     assert made.output.count("begins") == (1 if word else 2)
@@ -199,14 +196,14 @@ def test_end_file_counts_where_a_launcher_hides_the_exit_code(
 def test_stale_end_file_is_ignored(processes: Processes, tmp_path: Path) -> None:
     end = tmp_path / "end"
     end.write_text("over")
-    program = script(tmp_path, HIDE)
+    program = script(processes, HIDE)
     made = launch(processes, *SERVER, "--", *program, "", DILOCO_END_FILE=str(end))
     assert made.ends() == 1
     assert not end.exists()
 
 
 def test_worker_in_the_background_is_ended_by_its_pid(processes: Processes, tmp_path: Path) -> None:
-    made = launch(processes, *SERVER, "--slot", "1", "--detach", *script(tmp_path, LISTEN))
+    made = launch(processes, *SERVER, "--slot", "1", "--detach", *script(processes, LISTEN))
     assert made.ends() == 0
     pid = int(made.says("pid ").split()[1])
     log = tmp_path / made.says("log ").split()[1]
@@ -220,9 +217,6 @@ def test_worker_in_the_background_is_ended_by_its_pid(processes: Processes, tmp_
     finally:
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
-
-
-# When a training program is restarted, by exit code and a simulated clock.
 
 
 @pytest.mark.parametrize("code", [0, 2, RUN_IS_OVER, 126, 127, 130, TERMINATED])

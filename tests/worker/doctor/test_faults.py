@@ -1,7 +1,5 @@
 """The doctor reports each fault as a sentence, with its own exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex
@@ -129,7 +127,7 @@ def test_address_or_its_file_is_read(broker: Broker, tmp_path: Path) -> None:
     assert doctor(file.as_uri())["exit_code"] == 0
 
 
-def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_host_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -137,7 +135,7 @@ def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(Fault.NAME, "The name broker.lan cannot be resolved", "broker.lan:8512")
 
 
-def test_port_without_a_listener() -> None:
+def test_port_without_a_listener_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     finds(Fault.PORT, "Nothing listens at", f"127.0.0.1:{port}")
@@ -146,7 +144,7 @@ def test_port_without_a_listener() -> None:
 @pytest.mark.parametrize(
     ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "sent no greeting")]
 )
-def test_another_server_listens(says: bytes, how: str) -> None:
+def test_other_server_is_not_taken_for_a_broker(says: bytes, how: str) -> None:
     with listener(says) as address:
         finds(Fault.NOT_A_BROKER, how, address)
 
@@ -176,14 +174,14 @@ def of_another_broker(folder: KeyFolder, to: Path) -> Path:
     ],
     ids=["none", "readable by all", "not there", "unknown", "of another broker"],
 )
-def test_rejected_key(
+def test_missing_or_rejected_key_is_reported(
     keyed: Broker, folder: KeyFolder, tmp_path: Path, make: Any, fault: Fault, word: str
 ) -> None:
     file = make(folder, tmp_path)
     finds(fault, word, keyed.address, *(("--keys", file) if file else ()))
 
 
-def test_unneeded_key(broker: Broker, folder: KeyFolder) -> None:
+def test_key_for_a_broker_without_keys_is_reported(broker: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "w0")
     finds(Fault.UNWANTED_KEY, "uses no keys", broker.address, "--keys", file)
 
@@ -195,7 +193,9 @@ def test_monitor_key_measures_everything_but_the_link(keyed: Broker, folder: Key
     assert "cannot train" in told["notes"][0]
 
 
-def test_other_protocol_version(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_protocol_version_is_reported(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def other(message: messages.Message) -> bytes:
         return bytes(msgpack.packb({"v": 2, "kind": message.kind}))
 
@@ -203,7 +203,7 @@ def test_other_protocol_version(broker: Broker, monkeypatch: pytest.MonkeyPatch)
     finds(Fault.VERSION, "version 2", broker.address)
 
 
-def test_clock_difference(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_difference_is_reported(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
 
     class Ahead:

@@ -1,7 +1,5 @@
 """The rate that the doctor measures is about that of the link."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

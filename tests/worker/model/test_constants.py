@@ -1,7 +1,5 @@
 """Values that cannot be averaged: infinities of constant buffers are sent as they are, NaN never."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

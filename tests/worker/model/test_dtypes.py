@@ -3,8 +3,6 @@
 A version is fp32. A model in a narrower dtype has it rounded, and training begins there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The residual of a fragment: the deltas sum up to counted values and residual, exactly."""
 
-from __future__ import annotations
-
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A model in several modules is the same model: names, ties, buffers, values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -122,7 +120,7 @@ def test_harmless_changes_are_not_reported(change: Callable[[Net], None]) -> Non
     assert (watch.look(), watch.problem) == (None, None)
 
 
-def test_change_of_the_model_is_said_once_at_the_next_boundary(
+def test_change_of_the_model_is_logged_once_at_the_next_boundary(
     training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net()

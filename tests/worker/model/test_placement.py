@@ -3,8 +3,6 @@
 Uses a simulated second device (`kit.other_device`); `gpu/test_cuda` uses a real one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -34,9 +32,6 @@ PLANS = [Plan(4, strided(1)), Plan(6, strided(3), 1, alpha=0.5), Plan(9, strided
 def other_device() -> Iterator[OtherDevice]:
     with OtherDevice() as device:
         yield device
-
-
-# The choice.
 
 
 @pytest.mark.parametrize(
@@ -72,9 +67,6 @@ def test_impossible_placement_is_refused_without_traces(asked: dict[str, Any], w
         again = DiLoCoWorker(each.model, each.optimizer, server=broker.address)
         again.start()
         again.close()
-
-
-# The same numbers.
 
 
 def odd_model(dtype: torch.dtype) -> nn.Module:
@@ -179,7 +171,9 @@ def test_run_is_the_same_for_any_placement(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_checkpoint_on_the_host(other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_a_device_model_is_on_the_host(
+    other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script that resumes without the second device can load it, with the same parameters."""
     each = an_mlp(0)
     config = make_config(workers=1, sync_every=2, wire_dtype="int8")

@@ -1,7 +1,5 @@
 """The processes of a worker resume from their own states, if all given states belong together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks of tensors in processes, and the owners of chunks: pure, for arbitrary shapes."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

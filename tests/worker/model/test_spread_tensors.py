@@ -4,8 +4,6 @@ Each number of processes goes through all cases (kit/spread_cases.py) in one tes
 start the same processes in each process of pytest.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def outcomes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
-def test_processes_do_what_one_does(processes: Processes, count: int, tmp_path: Path) -> None:
+def test_several_processes_match_one(processes: Processes, count: int, tmp_path: Path) -> None:
     told = outcomes(processes, count, tmp_path)
     failed = [
         f"process {rank}, {case}: {error}"

@@ -1,7 +1,5 @@
 """Frozen parameters: a worker requests them as held, and receives them where they differ."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_protocol import Ledger, VersionId

@@ -1,7 +1,5 @@
 """The session of a worker of several processes: the chunks that the others send and receive."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_protocol import Bitmap, Ledger

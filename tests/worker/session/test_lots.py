@@ -1,7 +1,5 @@
 """Requests for units name counted lots only to a broker that may not know them."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_protocol.errors import Code

@@ -1,7 +1,5 @@
 """A data connection that died silently, while heartbeats are answered."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The session's handling of pushes, seeding and pulls: a simulated clock, no socket."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 
@@ -51,8 +49,6 @@ from diloco_worker.session.events import (
     Start,
 )
 from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
-
-# Up.
 
 ALL = tuple(range(CHUNKS))
 
@@ -218,9 +214,6 @@ def test_invalid_command_raises_and_changes_nothing(ready: Desk, event: Event) -
     assert state() == before
 
 
-# Seeding.
-
-
 @pytest.fixture
 def asked(fresh: Desk) -> Desk:
     """It has joined a run without parameters, and the broker asks for its own."""
@@ -299,9 +292,6 @@ def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) 
     assert [push.push_id for push in offered.sent(Push)] == [77]
     offered.hears(Grant(push.push_id, 0, Standing.NEW, credit=1))
     assert offered.all(SendChunk)[0].push_id == push.push_id
-
-
-# Down.
 
 
 @pytest.mark.parametrize("released_at", [0, 5, CHUNKS])

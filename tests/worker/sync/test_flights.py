@@ -3,8 +3,6 @@
 With H = 12 and P = 3 fragment 0 has its slot after step 4; with H = 6, after step 2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,14 +14,7 @@ from diloco_worker.session.news import Arrival
 from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncLines
 from diloco_worker.sync.state import Options
-from kit.boundary_harness import Trainer, version
-
-H = 4
-
-
-def trainer(options: Options | None = None, **changes: Any) -> Trainer:
-    config = RunConfig(**{"mode": "sync", "sync_every": H, **changes})
-    return Trainer(config, options or Options()).begins()
+from kit.boundary_harness import H, Trainer, trainer, version
 
 
 def streaming(**changes: Any) -> Trainer:
@@ -31,8 +22,6 @@ def streaming(**changes: Any) -> Trainer:
 
 
 AUTO: dict[str, Any] = {"sync_every": 12, "num_fragments": 3, "fragment_delay_auto": True}
-
-# When a reply is merged, and when it is waited for.
 
 
 @pytest.mark.parametrize("on_the_way", [1, 2, 3])
@@ -87,9 +76,6 @@ def test_slot_of_a_fragment_in_flight_waits_for_it() -> None:
     training.receives(1, counted=push)
     again = training.pushes[-1]
     assert (again.base, again.steps) == (version(1), 2)
-
-
-# Whose turn it is.
 
 
 @pytest.mark.parametrize(("first_round", "next_fragment"), [(3, 1), (4, 1), (5, 2), (2, 2)])
@@ -156,9 +142,6 @@ def test_leaving_waits_until_a_deferred_push_is_uploaded(told: str) -> None:
     assert not training.waits()
 
 
-# The H in use.
-
-
 @pytest.mark.parametrize(
     ("config", "own", "worked_out", "used"),
     [
@@ -200,9 +183,6 @@ def test_own_wire_dtype_is_that_of_the_pushes() -> None:
     assert push.wire_dtype == "bf16"
 
 
-# The log.
-
-
 def test_staleness_is_the_brokers_or_is_computed() -> None:
     training = trainer(mode="async").steps(H)
     training.receives(9, counted=training.pushes[-1], staleness=2)
@@ -213,32 +193,14 @@ def test_staleness_is_the_brokers_or_is_computed() -> None:
     assert training.metrics.staleness == 3
 
 
-def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> None:
-    training = trainer(fragment_sync_delay=3).steps(H).changes(is_restarting=True)
-    training.does(lambda state: boundary.leave(state, hasty=True))
-    assert training.waits()
-    assert not training.passes(5.0).waits()
-    assert training.said.endswith("longer than 4 s; the broker restarts and was not back.")
-    assert "is uploaded" not in training.said
-
-
-# The line for counted pushes, and the warning about deltas of zeros.
-
-
-def a_push(push_id: int, steps: int) -> Push:
-    return Push(b"", push_id, 0, 1, "fp32", version(0), steps=steps, norm=0.5)
-
-
-def an_arrival(counter: int) -> Arrival:
-    return Arrival(Released(0, version(counter), Ledger(), round=counter - 1), frozenset(), None)
-
-
 def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
     now = 0.0
     told = SyncLines(lambda: now, 100.0)
     said = []
     for counter in range(1, 31):
-        told.counted(a_push(counter, 5), an_arrival(counter), 2, 2)
+        push = Push(b"", counter, 0, 1, "fp32", version(0), steps=5, norm=0.5)
+        released = Released(0, version(counter), Ledger(), round=counter - 1)
+        told.counted(push, Arrival(released, frozenset(), None), 2, 2)
         said.append(told.line(100.0 + counter))
         now += 0.125
     lines = [line for line in said if line is not None]

@@ -1,7 +1,5 @@
 """The cycle of slots, the cursor in the sequence of rounds, and who may be waited for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,9 +23,6 @@ def due_steps(turns: RoundSchedule, steps: int, start: int = 0) -> list[int]:
             turns.check_invariants()
             found.append(step)
     return found
-
-
-# The cycle.
 
 
 @given(st.integers(1, 9), st.data())
@@ -80,9 +75,6 @@ def test_another_h_is_used_from_the_next_cycle_on_or_at_once_before_its_first_st
 def test_more_fragments_than_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="sync_every 2"):
         RoundSchedule(2, 3)
-
-
-# The cursor.
 
 
 def after(story: str, fragments: int = 3, *, common: bool = True) -> RoundSchedule:

@@ -1,7 +1,5 @@
 """The addresses of a broker, with a simulated clock."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The link of a rank other than the leader, between a real leader and a scripted broker."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Every field gets a distinctive value, and what the catalogue makes of that has to stand in the display.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The dashboard without a browser: who may ask for what, what is sent, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """diloco-dashboard as a command: what it prints, when it ends, and a recorded run."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

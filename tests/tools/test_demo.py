@@ -1,7 +1,5 @@
 """The demo: what it trains on, what it reports, and how it treats bad input and dying children."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

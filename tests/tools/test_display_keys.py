@@ -1,7 +1,5 @@
 """Displays at a broker that asks for keys: who may look, who may steer, and what the others read."""
 
-from __future__ import annotations
-
 import re
 import select
 import time

@@ -1,7 +1,5 @@
 """Inner steps between two reports: how old the last report is, and what displays make of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -5,8 +5,6 @@ PodMonitor are of others: their fields are compared with lists of our own, from 
 projects. The Job within a JobSet is checked as one of Kubernetes. None of it has been run on a cluster.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -1,7 +1,5 @@
 """`diloco-launch local`: a broker and the workers of one script, as real processes of this machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

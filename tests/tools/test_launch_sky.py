@@ -1,7 +1,5 @@
 """What `diloco-launch sky` writes, read by SkyPilot's parser and run here. No cloud is used."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

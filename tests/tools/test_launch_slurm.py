@@ -1,7 +1,5 @@
 """What `diloco-launch slurm` writes and refuses; tests/engines has what a real Slurm makes of it."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What diloco-report makes of a history: what happened, when, and to whom."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The verdict on a run that lacks workers: not begun, ended or degraded; from core to displays."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the run was told is shown: in the feed, in `status`, by every display and by the exporter."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """diloco-top as it goes on: --follow, the listening thread, connecting again; and without textual."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A past run in the full screen, and printed: `diloco-top --replay`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

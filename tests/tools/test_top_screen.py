@@ -1,7 +1,5 @@
 """The full screen of diloco-top: what it shows, how old it says that it is, what its keys do."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

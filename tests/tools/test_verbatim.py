@@ -1,7 +1,5 @@
 """Square brackets in names are text: no display takes them for markup, nor ours for theirs."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

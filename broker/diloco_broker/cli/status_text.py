@@ -1,7 +1,5 @@
 """Formats a snapshot of the feed as the text of `diloco-broker status`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

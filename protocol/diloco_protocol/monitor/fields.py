@@ -6,8 +6,6 @@ workers, `metric` its name in the exporter; `is_setting`: the history records it
 `shown` derives from these the displays that show the field.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The verdict on a run, with reasons: the same for every display, metric and exit code. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

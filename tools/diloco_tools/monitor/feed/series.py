@@ -43,10 +43,7 @@ def recent_scale(values: Sequence[float]) -> tuple[float, float]:
 
 
 def off_scale(
-    points: Sequence[tuple[int, float | None]],
-    written: Callable[[float], str],
-    *,
-    is_whole: bool,
+    points: Sequence[tuple[int, float | None]], written: Callable[[float], str], *, is_whole: bool
 ) -> tuple[float, float, str] | None:
     """The scale of a plot over rounds, and the rounds off it as a sentence; None without a point.
 

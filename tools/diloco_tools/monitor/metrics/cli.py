@@ -61,8 +61,7 @@ def exporter(
         int, typer.Option(min=0, help="Workers with series of their own; others are only counted.")
     ] = 200,
     dead_after: Annotated[
-        float,
-        typer.Option(min=1.0, help="Seconds of silence after which /healthz returns 503."),
+        float, typer.Option(min=1.0, help="Seconds of silence after which /healthz returns 503.")
     ] = DEAD_AFTER_S,
     keys: KeysOption = None,
     insecure: Annotated[

@@ -1,7 +1,5 @@
 """The command diloco-report."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

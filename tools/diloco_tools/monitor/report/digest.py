@@ -2,8 +2,6 @@
 in one pass and in bounded memory.
 """
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections import deque

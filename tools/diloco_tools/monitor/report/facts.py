@@ -3,8 +3,6 @@
 Times are Unix seconds by the broker's clock, durations seconds, sizes bytes.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Its Content-Security-Policy allows only its own script and style sheet.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

@@ -4,8 +4,6 @@ It shows only the feed (or a history). A key sends a command to the broker, whos
 status line; the table changes with the feed.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -149,9 +147,7 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None  # otherwise the hidden filter would take the keys
     CSS_PATH = "top.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+c", "quit", show=False, priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "quit", show=False, priority=True)]
 
     def __init__(
         self,

@@ -55,8 +55,7 @@ def top(  # noqa: PLR0913  each is an option
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json",
-            help="Print one snapshot as one JSON object, with the verdict under monitor.",
+            "--json", help="Print one snapshot as one JSON object, with the verdict under monitor."
         ),
     ] = False,
     follow: Annotated[
@@ -75,14 +74,12 @@ def top(  # noqa: PLR0913  each is an option
     replay: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Show a past run: the history.jsonl in the broker's save folder.",
+            metavar="FILE", help="Show a past run: the history.jsonl in the broker's save folder."
         ),
     ] = None,
     server: FeedServerOption = None,
     timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Time that text and JSON wait for the broker."),
+        float, typer.Option(metavar="SECONDS", help="Time that text and JSON wait for the broker.")
     ] = 5.0,
     keys: KeysOption = None,
 ) -> None:

@@ -1,7 +1,5 @@
 """The keys of diloco-top: one list for bindings, footer and help."""
 
-from __future__ import annotations
-
 from textual.binding import Binding
 
 

@@ -3,8 +3,6 @@
 Every condition has a sign beside its colour.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ notice        problems: [tone, word, sentences], or null
 orders        actions that the broker can be asked for
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -98,11 +96,7 @@ def logged(when: str, level: str, text: str) -> tuple[str, list[Part]]:
 
 
 def live_words(
-    model: FeedModel,
-    verdict: Verdict,
-    now: float,
-    more: Sequence[str],
-    said: dict[str, Any] | None,
+    model: FeedModel, verdict: Verdict, now: float, more: Sequence[str], said: dict[str, Any] | None
 ) -> dict[str, Any]:
     """`said` of the newest snapshot, with the freshness of the feed and the possible orders."""
     fresh, snapshot = model.freshness(now), model.snapshot

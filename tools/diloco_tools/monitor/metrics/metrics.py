@@ -22,7 +22,7 @@ from prometheus_client.core import Metric
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import DEAD, Snapshot, Totals
 from diloco_protocol.monitor import fields
-from diloco_protocol.monitor.fields import Field, has_round
+from diloco_protocol.monitor.fields import Field
 from diloco_tools.monitor.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -81,7 +81,6 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
         ("code",),
         _one("refused_pushes_total", "Work of workers that the broker rejected, by reason."),
     ),
-    "round": ((), fields.OF_ROUND),
     "fragments": (("fragment",), fields.OF_FRAGMENT),
     "orders": (("action",), fields.OF_ORDER),
     "data_sets": (("data_set",), fields.OF_DATA_SET),
@@ -214,7 +213,6 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         "states": _by_word(STATES, {snapshot.state: 1}),
         "snapshot": {(): snapshot},
         "refused": _by_word(REASONS, _refused(snapshot.totals)),
-        "round": {(): snapshot.round} if has_round(snapshot) else {},
         "fragments": {(str(f.fragment),): f for f in snapshot.fragments[:MOST_FRAGMENTS]},
         "orders": {(o.action if o.action in ACTIONS else OTHER,): o for o in snapshot.orders},
         "data_sets": {(label_value(d.name),): d for d in snapshot.data_sets[:MOST_DATA_SETS]},

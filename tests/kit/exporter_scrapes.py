@@ -1,6 +1,7 @@
 """What the exporter makes of snapshots, and scrapes of it over HTTP read by prometheus_client itself."""
 
 import gzip
+import socket
 import threading
 import time
 import urllib.request
@@ -142,7 +143,7 @@ def parsed(text: str, openmetrics: bool = False) -> list[Metric]:
 @contextmanager
 def serving(collector: Collector, health: Callable[[], str | None] = lambda: None) -> Iterator[str]:
     """The address of its metrics, while a server in a thread has them."""
-    with MetricsServer("127.0.0.1", 0, collector, health) as made:
+    with MetricsServer(socket.create_server(("127.0.0.1", 0)), collector, health) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.02,))
         thread.start()
         try:

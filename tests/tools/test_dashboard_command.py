@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from diloco_tools.monitor.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.replay import read_history
 from diloco_tools.monitor.web.cli import app
 from diloco_tools.monitor.web.source import ReplaySource
 from kit.dashboard_server import Publisher, serving
@@ -23,7 +24,7 @@ from kit.feed_snapshots import PATIENCE_S
 from kit.past_runs import write_run
 from kit.web_commands import NOBODY, refusal, started
 
-MODULE = "diloco_tools.monitor.web"
+MODULE = "diloco_tools.monitor.web.cli"
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +81,12 @@ class TestStart:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             sentence = refusal(app, "--feed", NOBODY, "--port", port)
-        assert f"cannot listen on 127.0.0.1 port {port}" in sentence
+        assert f"cannot listen on '127.0.0.1' port {port}" in sentence
         assert len(closed) == 1
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_missing_packages_are_named(self, package: str) -> None:
-        script = f"import sys; sys.modules[{package!r}] = None; from {MODULE}.cli import app; app()"
+        script = f"import sys; sys.modules[{package!r}] = None; from {MODULE} import app; app()"
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (
@@ -117,7 +118,7 @@ class TestEnd:
 class TestReplay:
     @pytest.fixture
     def past(self, tmp_path: Path) -> ReplaySource:
-        return ReplaySource.of_file(write_run(tmp_path, rounds=30))
+        return ReplaySource(read_history(write_run(tmp_path, rounds=30)))
 
     def test_outline_has_the_whole_run(self, past: ReplaySource) -> None:
         outline = json.loads(past.outline())
@@ -130,7 +131,7 @@ class TestReplay:
 
     def test_a_long_run_is_thinned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("diloco_tools.monitor.web.source.REPLAY_POINTS", 10)
-        past = ReplaySource.of_file(write_run(tmp_path, rounds=95))
+        past = ReplaySource(read_history(write_run(tmp_path, rounds=95)))
         rounds = json.loads(past.outline())["series"]["rounds"]
         assert len(rounds) <= 11
         assert rounds[-1][1] == 94

@@ -14,7 +14,7 @@ from diloco_protocol.clients import Keys, ask_once
 from diloco_protocol.feed import FeedError, FeedRefusedError
 from diloco_protocol.roles import Role
 from diloco_tools.monitor.feed import listener
-from diloco_tools.monitor.feed.listener import FeedSubscriber, FeedWatcher
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.monitor.metrics.cli import app as exporter_app
 from diloco_tools.monitor.web.cli import app as dashboard_app
 from diloco_tools.monitor.web.security import Policy
@@ -76,7 +76,8 @@ def test_revoked_key_is_said(
     monkeypatch.setattr(listener, "RENEW_AFTER_S", 1e9)  # so each complaint comes once
     public = public_of(folder, "display")
     complaints: list[FeedError] = []
-    with FeedWatcher(keyed.feed_address, complaints.append, keys=key(folder, "display")) as watcher:
+    feed = FeedSubscriber(keyed.feed_address, keys=key(folder, "display"))
+    with Listener(feed, lambda _: None, complaints.append) as watcher:
         for _ in range(2):
             wait_for(lambda: watcher.model.snapshot and not watcher.model.refusal)
             complaints.clear()

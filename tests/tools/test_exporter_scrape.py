@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from diloco_protocol.feed import TOPIC, parse_snapshot
 from diloco_protocol.printable import printable
 from diloco_tools.monitor.feed import model
-from diloco_tools.monitor.feed.listener import FeedWatcher, Reading
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener, Reading
 from diloco_tools.monitor.metrics import server
 from diloco_tools.monitor.metrics.cli import DEAD_AFTER_S, app
 from diloco_tools.monitor.metrics.metrics import RunCollector, label_value
@@ -42,8 +42,9 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 @pytest.fixture
 def exporter(publisher: Publisher) -> Iterator[str]:
     """The metrics of an exporter, with series for 20 workers, that has subscribed to `publisher`."""
-    watcher = FeedWatcher(publisher.address, complain=lambda error: pytest.fail(str(error)))
-    with watcher, serving(RunCollector(watcher.read, "9.9", 20)) as url:
+    feed = FeedSubscriber(publisher.address)
+    listener = Listener(feed, lambda _: None, lambda error: pytest.fail(str(error)))
+    with listener, serving(RunCollector(listener.read, "9.9", 20)) as url:
         publisher.await_subscriber()
         yield url
 

@@ -26,6 +26,12 @@ class Verdict:
         """No problem, and training needs no intervention to continue."""
         return self.word in ("healthy", "ended")
 
+    def first(self, most: int) -> list[str]:
+        """The reasons; of more than `most` the first, and in place of the others their number."""
+        if len(self.reasons) <= most:
+            return list(self.reasons)
+        return [*self.reasons[: most - 1], f"and {len(self.reasons) - most + 1} more"]
+
 
 def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:
     """The verdict on one snapshot.

@@ -28,7 +28,7 @@ AGES = {
 
 SCALARS = frozenset({str, int, float, bool})
 HEARTBEAT_S = (
-    30.0  # between two heartbeats, if the broker's timeout is at least three times as long
+    30.0  # between two heartbeats, if the broker's timeout is three times as long or longer
 )
 SLACK = 1.5  # heartbeat intervals after which a worker is silent
 

@@ -10,18 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.errors import ProtocolError
-from diloco_protocol.feed import FeedError, MalformedFeedError, Snapshot
-from diloco_protocol.quantities import plural
+from diloco_protocol.feed import FeedError, Snapshot
+from diloco_protocol.quantities import moment, plural
 from diloco_protocol.records import from_plain
 from diloco_tools.monitor.feed.history_lines import (
-    MAX_LINE_BYTES,
+    GIVE,
     checked,
+    history_of,
     parsed,
+    read_lines,
     snapshot_of,
-    texts_of,
 )
-from diloco_tools.monitor.feed.replay import GIVE, HISTORY
 from diloco_tools.monitor.feed.series import WholeSeries
 from diloco_tools.monitor.report.facts import (
     AWAY,
@@ -29,6 +28,7 @@ from diloco_tools.monitor.report.facts import (
     HERE,
     KICKED,
     LEFT,
+    OPEN,
     OVER,
     STOPPED,
     Action,
@@ -229,6 +229,13 @@ class Digest:
                 f"{plural(self._repeated, 'round')} repeated the number of an earlier one: the broker "
                 "resumed from an older version."
             )
+        if not self._facts.rounds:
+            yield "No round closed in this history, so there are no curves."
+        if self._facts.ending == OPEN:
+            yield (
+                f"The history ends at {moment(self._facts.ended_at)} UTC without a last line: the "
+                "broker is running, was killed, or its machine went down."
+            )
 
 
 def flat(value: Any, before: str = "") -> dict[str, Any]:
@@ -242,11 +249,6 @@ def flat(value: Any, before: str = "") -> dict[str, Any]:
     return {before[:-1]: plain}
 
 
-def history_of(given: Path) -> Path:
-    """The given history, or the one in a run's folder."""
-    return given / HISTORY if given.is_dir() else given
-
-
 def read_run(given: Path) -> Facts:
     """The facts of the history at `given`, a file or its folder.
 
@@ -254,17 +256,9 @@ def read_run(given: Path) -> Facts:
         FeedError: the history is missing, unreadable, or has no valid line.
     """
     path = history_of(given)
-    damaged = 0
-    try:
-        actions, left_out = _actions(path.with_name(ACTIONS))
-        digest = Digest(actions)
-        for text in texts_of(path):
-            try:
-                digest.take(checked(text))
-            except MalformedFeedError:
-                damaged += 1
-    except OSError as error:
-        raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
+    actions, left_out = _actions(path.with_name(ACTIONS))
+    digest = Digest(actions)
+    damaged = read_lines(path, lambda text: digest.take(checked(text)))
     if digest.is_empty:
         why = f"{plural(damaged, 'damaged line')}" if damaged else "it is empty"
         raise FeedError(f"{path} contains no history of a run ({why}): {GIVE}")
@@ -272,22 +266,20 @@ def read_run(given: Path) -> Facts:
 
 
 def _actions(path: Path) -> tuple[list[Action], int]:
-    """The newest actions of operators, and the number of older ones."""
+    """The newest actions of operators, and the number of older ones; damaged lines are skipped."""
     kept: deque[Action] = deque(maxlen=MOST_ACTIONS)
     seen = 0
-    if not path.is_file():
-        return [], 0
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            try:
-                document = parsed(line)
-                made = from_plain(Action, document, "action", lenient=True)
-            except (MalformedFeedError, ProtocolError):
-                continue
-            seen += 1
-            before, after = (
-                next(iter(flat(each).values()), None) for each in (made.before, made.after)
-            )
-            text = made.text[:LONGEST_TEXT]
-            kept.append(replace(made, who=made.who[:128], text=text, before=before, after=after))
+
+    def take(text: bytes) -> None:
+        nonlocal seen
+        made = from_plain(Action, parsed(text), "action", lenient=True)
+        before, after = (
+            next(iter(flat(each).values()), None) for each in (made.before, made.after)
+        )
+        said = made.text[:LONGEST_TEXT]
+        kept.append(replace(made, who=made.who[:128], text=said, before=before, after=after))
+        seen += 1
+
+    if path.is_file():
+        read_lines(path, take)
     return list(kept), seen - len(kept)

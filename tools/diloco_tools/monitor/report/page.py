@@ -216,12 +216,11 @@ def _words(facts: Facts) -> dict[str, Any]:
     left_out = many - len(facts.workers[:MOST_ROWS])
     more = f"; {plural(left_out, 'more worker')} not shown" if left_out else ""
     version = f" Broker {facts.lives[-1].version}." if facts.lives[-1].version else ""
-    remarks = _remarks(facts)
     return {
         "run": f"run {facts.run or 'unnamed'}",
         "title": f"Run {facts.run or 'unnamed'}: report",
         "badge": (tone, ending, ""),
-        "notice": (UNEASY, "Note", remarks) if remarks else None,
+        "notice": (UNEASY, "Note", facts.remarks) if facts.remarks else None,
         "facts": [(field.label, [field.part(facts)]) for field in HEADLINE],
         "counts": f"last losses and norms, median speeds{more}",
         "rows": [(field.label, [field.part(facts)]) for field in FIGURES],
@@ -244,19 +243,6 @@ def _words(facts: Facts) -> dict[str, Any]:
             | {"values": [(label, [Part(text)]) for label, text in settings(facts)]},
         ],
     }
-
-
-def _remarks(facts: Facts) -> list[str]:
-    """Remarks about the history, and about a run without rounds or without an end."""
-    lines = list(facts.remarks)
-    if not facts.rounds:
-        lines.append("No round closed in this history, so there are no curves.")
-    if facts.ending == OPEN:
-        lines.append(
-            f"The history ends at {moment(facts.ended_at)} UTC without a last line: the broker is "
-            "running, was killed, or its machine went down."
-        )
-    return lines
 
 
 def _titles(fields: Sequence[Field]) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ POST /api/control           {"action": ...} with the token; answered with {"ok",
 
 import asyncio
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -281,16 +280,3 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
         timeout_graceful_shutdown=GRACE_S,
     )
     return uvicorn.Server(config)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
-
-    Raises:
-        OSError: the name is unknown, or the address is not free.
-    """
-    family, *_, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, dualstack_ipv6=is_dual)

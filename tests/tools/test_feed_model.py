@@ -1,22 +1,18 @@
 """The freshness of the broker's feed, and the verdict on its run."""
 
-import json
 import math
 from typing import Any
 
 import pytest
 
-from diloco_protocol.feed import FEED_VERSION, TOPIC, Snapshot, parse_snapshot
+from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.monitor.feed.model import FeedModel, Freshness
-
-
-def frame(**keys: Any) -> bytes:
-    document = {"feed": FEED_VERSION, "sequence": 1, "epoch": "a0", "state": "training"}
-    return TOPIC + json.dumps(document | keys).encode()
+from kit.feed_snapshots import frame
 
 
 def snapshot(**keys: Any) -> Snapshot:
-    return parse_snapshot(frame(**keys))
+    document = {"feed": 1, "sequence": 1, "epoch": "a0", "state": "training"}
+    return parse_snapshot(frame(document | keys))
 
 
 def worker(name: str, **keys: Any) -> dict[str, Any]:

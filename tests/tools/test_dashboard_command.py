@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.replay import read_history
+from diloco_tools.monitor.metrics.cli import app as exporter_app
 from diloco_tools.monitor.web.cli import app
 from diloco_tools.monitor.web.source import ReplaySource
 from kit.dashboard_server import Publisher, serving
@@ -74,14 +76,17 @@ class TestStart:
     def test_bad_options_are_refused(self, arguments: tuple[str, ...], said: str) -> None:
         assert said in refusal(app, *arguments)
 
-    def test_port_in_use_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("app", [app, exporter_app], ids=["dashboard", "exporter"])
+    def test_port_in_use_is_one_sentence(
+        self, app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         closed: list[None] = []
         close = FeedSubscriber.close
         monkeypatch.setattr(FeedSubscriber, "close", lambda feed: closed.append(close(feed)))
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             sentence = refusal(app, "--feed", NOBODY, "--port", port)
-        assert f"cannot listen on '127.0.0.1' port {port}" in sentence
+        assert f"cannot listen on '127.0.0.1' port {port} (Address already in use)" in sentence
         assert len(closed) == 1
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])

@@ -258,12 +258,6 @@ class TestCommand:
             output, errors = process.communicate(timeout=PATIENCE_S)
             assert (process.returncode, output, errors) == (0, "", "")
 
-    def test_a_port_in_use_is_one_sentence(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            sentence = refusal(app, "--port", str(port))
-        assert f"127.0.0.1' port {port} (Address already in use)" in sentence
-
     @pytest.mark.parametrize(
         ("option", "values", "said"),
         [

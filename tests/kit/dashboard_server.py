@@ -12,9 +12,10 @@ from typing import Any
 import uvicorn
 
 from diloco_protocol.clients import Keys
+from diloco_tools.monitor.feed.replay import History
 from diloco_tools.monitor.web.app import Dashboard, application, server_of
 from diloco_tools.monitor.web.security import Policy
-from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+from diloco_tools.monitor.web.source import FeedSource
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, status, worker
 
@@ -133,7 +134,7 @@ def serving(
     *,
     policy: Policy | None = None,
     control: str | None = None,
-    replay: ReplaySource | None = None,
+    replay: History | None = None,
     keys: Keys | None = None,
 ) -> Iterator[Site]:
     """The dashboard as the command serves it, in a thread and on a free port."""

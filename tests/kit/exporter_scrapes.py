@@ -18,11 +18,18 @@ from prometheus_client.registry import Collector
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.monitor.feed.listener import Reading
 from diloco_tools.monitor.feed.model import FeedModel
-from diloco_tools.monitor.metrics.metrics import RunCollector
+from diloco_tools.monitor.metrics.metrics import TABLES, RunCollector
 from diloco_tools.monitor.metrics.server import MetricsServer
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, worker
 
+# Every metric by its full name, with its labels.
+METRICS = {
+    f"diloco_{field.metric}": labels
+    for labels, declared in TABLES.values()
+    for field in declared
+    if field.metric
+}
 HOSTILE = [
     *('quote"d', "back\\slash", "two\nlines", "\r\n# EOF\ndiloco_feed_up 5", "x" * 10_000),
     *(

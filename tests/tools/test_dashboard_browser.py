@@ -15,7 +15,6 @@ import pytest
 
 from diloco_broker import Broker
 from diloco_tools.monitor.feed.replay import read_history
-from diloco_tools.monitor.web.source import ReplaySource
 from diloco_worker import DiLoCoClient
 from kit import dashboard_server
 from kit.dashboard_runs import with_token
@@ -311,7 +310,7 @@ class TestOthers:
         assert page.locator("#pause").is_disabled()
 
     def test_recorded_run_is_played(self, opened: Callable[..., Page], tmp_path: Path) -> None:
-        with serving(replay=ReplaySource(read_history(write_run(tmp_path, rounds=30)))) as site:
+        with serving(replay=read_history(write_run(tmp_path, rounds=30))) as site:
             page = opened(f"{site.address}/")
             sees(page, "#freshness b", "REPLAY")
             sees(page, "#moment-at", "after the start")

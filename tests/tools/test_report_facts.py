@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diloco_protocol.feed import MalformedFeedError
 from diloco_tools.monitor.report import digest
 from diloco_tools.monitor.report.digest import SIGN, read_run
-from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts, Worker
+from diloco_tools.monitor.report.facts import Ending, Facts, Worker
 from kit.core_harness import a_run
 from kit.past_runs import closed, event, line, start, write, write_run
 from kit.recorded_runs import RECORDED, RUNS, trained
@@ -58,16 +58,16 @@ def test_run_is_told_from_its_start_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("last", "ending"),
     [
-        ([line("stop", AT + 9, text="anna asked for it", run_is_over=True)], OVER),
-        ([line("stop", AT + 9, text="SIGTERM", run_is_over=False)], STOPPED),
-        ([line("stop", AT + 9, text="of an older release")], STOPPED),
-        ([], OPEN),
+        ([line("stop", AT + 9, text="anna asked for it", run_is_over=True)], Ending.OVER),
+        ([line("stop", AT + 9, text="SIGTERM", run_is_over=False)], Ending.STOPPED),
+        ([line("stop", AT + 9, text="of an older release")], Ending.STOPPED),
+        ([], Ending.OPEN),
     ],
 )
-def test_end_is_told_as_the_history_has_it(tmp_path: Path, last: list[Any], ending: str) -> None:
+def test_end_is_told_as_the_history_has_it(tmp_path: Path, last: list[Any], ending: Ending) -> None:
     facts = facts_of(tmp_path, start(AT), closed(AT + 1, 0, "a"), *last)
     assert facts.ending == ending
-    assert (facts.lives[-1].ending is None) == (ending == OPEN)
+    assert (facts.lives[-1].ending is None) == (ending == Ending.OPEN)
 
 
 def test_run_that_was_resumed_has_all_its_lives(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_run_of_any_kind_is_read(
     assert facts.mode == ("async" if kind == "asynchronous" else "sync")
     assert worker(facts, "w").contributions == RECORDED
     assert [each.what for each in facts.actions] == ["save"]
-    assert facts.damaged == 0 and facts.ending == OVER
+    assert facts.damaged == 0 and facts.ending == Ending.OVER
     # On a machine that is busy the broker may warn, of how long it stood still, say.
     assert not [each for each in facts.said if "a checkpoint is asked for" in each.text]
     page(facts)

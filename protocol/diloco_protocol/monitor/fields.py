@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot
+from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot, Totals
 from diloco_protocol.quantities import (
     FORMATS,
     byte_size,
@@ -322,15 +322,15 @@ def _standby(snapshot: Snapshot) -> Part:
     return Part(f"lease of {of.lease_s:g} s {held}, {heard}", "" if of.holds_lease else BAD)
 
 
-def _reasons(snapshot: Snapshot) -> str:
-    # The values of a mapping in the feed are not validated.
-    counted = ((code, n) for code, n in snapshot.totals.refused.items() if isinstance(n, int))
-    most = sorted(counted, key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in most)
+def refusals(totals: Totals) -> dict[str, int]:
+    """Rejected work by reason. The values of a mapping in the feed are not validated."""
+    return {code: count for code, count in totals.refused.items() if isinstance(count, int)}
 
 
 def _rejected(snapshot: Snapshot) -> Part:
-    count, why = snapshot.totals.rejected, _reasons(snapshot)
+    count, reasons = snapshot.totals.rejected, refusals(snapshot.totals).items()
+    most = sorted(reasons, key=lambda item: (-item[1], item[0]))
+    why = ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in most)
     said = f"{count:,}: {why}" if why else f"{count:,}"
     return Part(said, UNEASY if count else "")
 

@@ -96,14 +96,6 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
     "workers": (("worker",), fields.OF_WORKER),
 }
 
-# Every metric by its full name, with its labels.
-METRICS = {
-    f"diloco_{field.metric}": labels
-    for labels, declared in TABLES.values()
-    for field in declared
-    if field.metric
-}
-
 
 def label_value(text: str) -> str:
     """`text` if it is short and printable, else its beginning and a digest of all of it."""
@@ -233,8 +225,7 @@ def _of_workers(snapshot: Snapshot, places: Places, now: float) -> dict[str, Rec
 
 def _refused(totals: Totals) -> Mapping[str, int]:
     """Rejected work by reason; work without a known reason counts as other."""
-    # The values of a mapping in the feed are not validated.
-    counts = Counter({code: n for code, n in totals.refused.items() if isinstance(n, int)})
+    counts = Counter(fields.refusals(totals))
     counts[OTHER] += max(0, totals.rejected - counts.total())
     return counts
 

@@ -23,16 +23,10 @@ from diloco_tools.monitor.feed.history_lines import (
 )
 from diloco_tools.monitor.feed.series import WholeSeries
 from diloco_tools.monitor.report.facts import (
-    AWAY,
-    DIED,
-    HERE,
-    KICKED,
-    LEFT,
-    OPEN,
-    OVER,
-    STOPPED,
     Action,
     Change,
+    Ended,
+    Ending,
     Event,
     Facts,
     Life,
@@ -59,7 +53,7 @@ SIGN = re.compile(
     r"(?s)(?P<name>.{1,64}?) "
     r"(?P<what>joins(?: from (?P<host>.{1,64}))?\.$|leaves: |counts as dead: |warns: )"
 )
-WENT = {"leaves: ": LEFT, "counts as dead: ": DIED}
+WENT = {"leaves: ": Ended.LEFT, "counts as dead: ": Ended.DIED}
 ROUND = re.compile(r"Round \d+ (\(fragment \d+\) )?closed in ")  # it has a line of its own
 
 
@@ -70,7 +64,7 @@ class Digest:
         self._facts = Facts()
         self._actions = tuple(actions)
         self._orders = {each.sentence for each in self._actions}  # logged as warnings
-        self._lives: list[Life] = []
+        self.lives: list[Life] = []
         self._workers: dict[str, Worker] = {}
         self._others: set[int] = set()  # hashes of names beyond `MOST_WORKERS`
         self._seconds = array("d")
@@ -82,10 +76,6 @@ class Digest:
         self._repeated = 0  # rounds with the number of an earlier one
         self._highest = -1
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._lives
-
     def take(self, document: dict[str, Any]) -> None:
         """Take one line whose kind, epoch and time are valid. Raises MalformedFeedError."""
         kind, epoch, facts = document["kind"], document["epoch"][:64], self._facts
@@ -95,9 +85,9 @@ class Digest:
         read = snapshot_of(document | {"settings": {}})
         facts.lines += 1
         at = facts.ended_at = max(facts.ended_at, float(document["at"]))
-        if not self._lives or self._lives[-1].epoch != epoch:
+        if not self.lives or self.lives[-1].epoch != epoch:
             self._begin_life(epoch, at)
-        life = self._lives[-1]
+        life = self.lives[-1]
         if kind == "start":
             self._take_start(at, epoch, read, document.get("settings"))
         elif kind == "round":
@@ -110,18 +100,18 @@ class Digest:
         life.ended_at = at
 
     def _begin_life(self, epoch: str, at: float) -> None:
-        if len(self._lives) == MOST_LIVES:
-            del self._lives[MOST_LIVES // 2]
-        self._lives.append(Life(epoch, at, at))
+        if len(self.lives) == MOST_LIVES:
+            del self.lives[MOST_LIVES // 2]
+        self.lives.append(Life(epoch, at, at))
         for worker in self._workers.values():
-            if worker.ended == HERE:
-                worker.ended = AWAY
+            if worker.ended == Ended.HERE:
+                worker.ended = Ended.AWAY
 
     def _take_start(self, at: float, epoch: str, read: Snapshot, settings: Any) -> None:
         facts = self._facts
         facts.run, facts.mode = read.run or facts.run, read.mode or facts.mode
         facts.model = read.model or facts.model
-        self._lives[-1].version = read.version
+        self.lives[-1].version = read.version
         given = {name: each for name, each in flat(settings).items() if name not in NO_SETTINGS}
         for name in sorted(given.keys() | facts.settings.keys()) if facts.settings else ():
             before, after = facts.settings.get(name), given.get(name)
@@ -190,16 +180,16 @@ class Digest:
 
     def facts(self, actions_left_out: int = 0, damaged: int = 0) -> Facts:
         """The facts, after at least one line; no `take` may follow."""
-        found, lives, last = self._facts, tuple(self._lives), self._lives[-1]
+        found, lives, last = self._facts, tuple(self.lives), self.lives[-1]
         found.began_at, found.lives, found.last_words = lives[0].began_at, lives, last.ending
         if last.ending is not None:
-            found.ending = OVER if last.is_over else STOPPED
+            found.ending = Ending.OVER if last.is_over else Ending.STOPPED
         found.bytes_up = sum(life.bytes_up for life in lives)
         found.bytes_down = sum(life.bytes_down for life in lives)
         for each in self._actions:
             kicked = self._workers.get(str(each.before)) if each.what == "kick" else None
             if kicked is not None and kicked.last_seen <= each.at:
-                kicked.went(each.at, KICKED)
+                kicked.went(each.at, Ended.KICKED)
         workers = sorted(self._workers.values(), key=lambda each: (-each.contributions, each.id))
         for worker in workers:
             worker.steps_per_s = quantile(worker.speeds, 0.5)
@@ -216,7 +206,7 @@ class Digest:
         return found
 
     def _remarks(self) -> Iterator[str]:
-        damaged, first = self._facts.damaged, self._lives[0].first
+        damaged, first = self._facts.damaged, self.lives[0].first
         if damaged:
             yield f"Skipped {plural(damaged, 'damaged line')}: a full disk or a crash truncates lines."
         if first is not None and first > 0:
@@ -231,7 +221,7 @@ class Digest:
             )
         if not self._facts.rounds:
             yield "No round closed in this history, so there are no curves."
-        if self._facts.ending == OPEN:
+        if self._facts.ending == Ending.OPEN:
             yield (
                 f"The history ends at {moment(self._facts.ended_at)} UTC without a last line: the "
                 "broker is running, was killed, or its machine went down."
@@ -259,7 +249,7 @@ def read_run(given: Path) -> Facts:
     actions, left_out = _actions(path.with_name(ACTIONS))
     digest = Digest(actions)
     damaged = read_lines(path, lambda text: digest.take(checked(text)))
-    if digest.is_empty:
+    if not digest.lives:
         why = f"{plural(damaged, 'damaged line')}" if damaged else "it is empty"
         raise FeedError(f"{path} contains no history of a run ({why}): {GIVE}")
     return digest.facts(left_out, damaged)

@@ -26,31 +26,20 @@ from diloco_protocol.quantities import (
     plural,
     setting,
 )
-from diloco_tools.monitor.report.facts import (
-    AWAY,
-    DIED,
-    HERE,
-    KICKED,
-    LEFT,
-    OPEN,
-    OVER,
-    STOPPED,
-    Facts,
-    Life,
-)
+from diloco_tools.monitor.report.facts import Ended, Ending, Facts, Life
 from diloco_tools.monitor.web.words import logged
 
 ENDINGS = {
-    OVER: (GOOD, "The run is over"),
-    STOPPED: ("quiet", "The broker has stopped"),
-    OPEN: (UNEASY, "No end is recorded"),
+    Ending.OVER: (GOOD, "The run is over"),
+    Ending.STOPPED: ("quiet", "The broker has stopped"),
+    Ending.OPEN: (UNEASY, "No end is recorded"),
 }
 ENDED = {
-    HERE: Part("present", GOOD),
-    AWAY: Part("did not rejoin after a restart of the broker", UNEASY),
-    LEFT: Part("left", "quiet"),
-    DIED: Part("died", BAD),
-    KICKED: Part("removed by an operator", UNEASY),
+    Ended.HERE: Part("present", GOOD),
+    Ended.AWAY: Part("did not rejoin after a restart of the broker", UNEASY),
+    Ended.LEFT: Part("left", "quiet"),
+    Ended.DIED: Part("died", BAD),
+    Ended.KICKED: Part("removed by an operator", UNEASY),
 }
 MOST_ROWS = 200
 # Modules of the page, each after those that it imports.

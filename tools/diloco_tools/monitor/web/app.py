@@ -30,8 +30,9 @@ from diloco_protocol.clients.operator import ask_once, this_user
 from diloco_protocol.errors import Unreachable
 from diloco_protocol.feed import Snapshot
 from diloco_protocol.monitor.fields import confirmed_by
+from diloco_tools.monitor.feed.replay import History
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
-from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+from diloco_tools.monitor.web.source import FeedSource, moment_of, outline_of
 from diloco_tools.monitor.web.words import titles
 
 LONGEST_BODY = 4096  # bytes; the longest order contains a worker's name
@@ -53,12 +54,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
     "resume": (),
     "shutdown": ("confirm",),
 }
-KINDS = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Dashboard:
@@ -68,7 +64,7 @@ class Dashboard:
         self,
         policy: Policy,
         feed: FeedSource | None = None,
-        replay: ReplaySource | None = None,
+        replay: History | None = None,
         control: str | None = None,
         keys: Keys | None = None,
     ) -> None:
@@ -77,7 +73,7 @@ class Dashboard:
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         # Made once, at the start, so that no request waits for it.
-        self._outline = replay.outline() if replay else ""
+        self._outline = outline_of(replay) if replay else ""
 
     async def asset(self, request: Request) -> Response:
         found = self._assets.get(request.path_params.get("name", "index.html"))
@@ -119,7 +115,7 @@ class Dashboard:
 
     async def moment(self, request: Request) -> Response:
         assert self.replay is not None
-        body = self.replay.moment(request.path_params["index"])
+        body = moment_of(self.replay, request.path_params["index"])
         if body is None:
             raise Refusal(404, "The recorded run has no such moment.")
         return Response(body, media_type="application/json")

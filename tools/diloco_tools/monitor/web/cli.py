@@ -77,7 +77,7 @@ def dashboard(
         fail(COMMAND, "--replay shows a past run, which cannot be steered: leave out --server")
     try:
         from diloco_tools.monitor.web.app import Dashboard, application, server_of
-        from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+        from diloco_tools.monitor.web.source import FeedSource
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("starlette", "uvicorn", "anyio"):
@@ -90,7 +90,7 @@ def dashboard(
     try:
         check_host(host, DEFAULT_PORT, insecure=insecure)
         key = None if replay is not None else keys_of(keys, steers=not readonly)
-        past = ReplaySource(read_history(replay)) if replay is not None else None
+        past = read_history(replay) if replay is not None else None
         where = feed_of(address, feed, control, key)
         source = FeedSource(where, key) if past is None else None
     except (FeedError, UsageError) as error:

@@ -10,7 +10,6 @@ time since; the clocks of two machines are never compared.
 import json
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_protocol.clients import Keys
@@ -98,50 +97,44 @@ class FeedSource(Listener):
             self._problem = str(error)
 
 
-@dataclass(frozen=True)
-class ReplaySource:
-    """A recorded run: its moments one by one, and its figures from the first moment to the last."""
-
-    history: History
-
-    def outline(self) -> str:
-        """JSON of the number of moments, their times, and the plots of the whole run."""
-        moments = self.history
-        first = moments[0].at
-        series = RunSeries(points=REPLAY_POINTS + 1)
-        stride = -(-len(moments) // REPLAY_POINTS)
-        for index in sorted({*range(0, len(moments), stride), len(moments) - 1}):
-            series.update(moments[index].snapshot, moments[index].at)
-        return encoded(
-            {
-                "moments": len(moments),
-                "first_at": first,
-                "last_at": moments[-1].at,
-                "skipped": self.history.skipped,
-                "series": series.later(first, -math.inf, is_whole=True),
-            }
-        )
-
-    def moment(self, index: int) -> str | None:
-        """JSON of one moment in the words of the page; None beyond the ends."""
-        if not 0 <= index < len(self.history):
-            return None
-        shown = self.history[index]
-        after = shown.at - self.history[0].at
-        last = shown.snapshot.last_round
-        said = words(shown.snapshot, None, lambda _: None) | {
-            "badge": ("quiet", "REPLAY", ""),
-            "title": "REPLAY: DiLoCo",
+def outline_of(moments: History) -> str:
+    """JSON of a recorded run: the number of moments, their times, and the plots of the whole run."""
+    first = moments[0].at
+    series = RunSeries(points=REPLAY_POINTS + 1)
+    stride = -(-len(moments) // REPLAY_POINTS)
+    for index in sorted({*range(0, len(moments), stride), len(moments) - 1}):
+        series.update(moments[index].snapshot, moments[index].at)
+    return encoded(
+        {
+            "moments": len(moments),
+            "first_at": first,
+            "last_at": moments[-1].at,
+            "skipped": moments.skipped,
+            "series": series.later(first, -math.inf, is_whole=True),
         }
-        return encoded(
-            {
-                "index": index,
-                "at": shown.at,
-                "when": f"{moment(shown.at)} UTC, {clock(after)} after the start",
-                "marker": {"number": last and last.number, "at": shown.at},
-                "words": said,
-            }
-        )
+    )
+
+
+def moment_of(moments: History, index: int) -> str | None:
+    """JSON of one moment in the words of the page; None beyond the ends."""
+    if not 0 <= index < len(moments):
+        return None
+    shown = moments[index]
+    after = shown.at - moments[0].at
+    last = shown.snapshot.last_round
+    said = words(shown.snapshot, None, lambda _: None) | {
+        "badge": ("quiet", "REPLAY", ""),
+        "title": "REPLAY: DiLoCo",
+    }
+    return encoded(
+        {
+            "index": index,
+            "at": shown.at,
+            "when": f"{moment(shown.at)} UTC, {clock(after)} after the start",
+            "marker": {"number": last and last.number, "at": shown.at},
+            "words": said,
+        }
+    )
 
 
 def encoded(value: object) -> str:

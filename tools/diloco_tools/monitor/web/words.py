@@ -64,11 +64,10 @@ def words(
     cpu: float | None = None,
 ) -> dict[str, Any]:
     """The texts for a snapshot whose ages are current; `fresh` is None for a recorded one."""
-    is_recorded = fresh is None
     rows = {row.label: [*row.parts] for row in rows_of(snapshot, DASHBOARD)}
     if cpu is not None and "broker" in rows:
         rows["broker"].append(Part(f"{percent(cpu)} of a core"))
-    hidden = UNRECORDED_ROWS if is_recorded else set()
+    hidden = UNRECORDED_ROWS if fresh is None else set()
     shown = [(label, parts) for label, parts in rows.items() if label not in hidden]
     return {
         "run": f"run {run_name(snapshot)}" if snapshot.run else "no run yet",

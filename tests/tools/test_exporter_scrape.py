@@ -126,19 +126,6 @@ class TestScrape:
         opened, _ = fetch(exporter, Accept=OPENMETRICS)
         assert samples(parsed(opened, openmetrics=True)).keys() == found.keys()
 
-    def test_stale_takes_the_workers_away_and_news_bring_them_back(
-        self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, exporter: str
-    ) -> None:
-        monkeypatch.setattr(model, "STALE_ABOVE_S", 0.3)
-        monkeypatch.setattr(model, "LIVE_BELOW_S", 0.2)
-        publisher.send(frame(status(sequence=1)))
-        until(exporter, "diloco_feed_up", 1)
-        gone = until(exporter, "diloco_feed_up", 0)
-        assert not [name for name, _ in gone if "worker" in name]
-        publisher.send(frame(status(sequence=4)))
-        back = until(exporter, "diloco_workers_alive", 5)
-        assert back["diloco_feed_snapshots_missed_total", ()] == 2
-
     def test_garbage_and_a_newer_feed_are_counted_and_survived(self, publisher: Publisher) -> None:
         # Also: the address may come from the environment.
         with started(MODULE, DILOCO_FEED=publisher.address) as (process, url):

@@ -33,6 +33,7 @@ pytest_plugins = ("kit.browser_fixtures", "kit.dashboard_fixtures")
 pytestmark = pytest.mark.browser
 
 PHONE = {"width": 390, "height": 844}
+SCROLLED = "document.scrollingElement"
 HOSTILE = '<img src=x onerror="document.title=1"><script>alert(1)</script>'
 
 
@@ -52,28 +53,10 @@ def sees(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
     playwright.expect(page.locator(selector)).to_contain_text(text, timeout=PATIENCE_MS)
 
 
-def is_no_wider_than_the_screen(page: Page) -> bool:
-    of = "document.scrollingElement"
-    return bool(page.evaluate(f"{of}.scrollWidth <= {of}.clientWidth"))
-
-
 def reads(page: Page, plot: str, *values: str) -> None:
     """The legend of a plot comes to have these values, of x first."""
     shown = page.locator(f"{plot} .u-legend .u-value")
     playwright.expect(shown).to_have_text(values, timeout=PATIENCE_MS)
-
-
-def is_drawn(page: Page, plot: str) -> bool:
-    """Is anything on the canvas of a plot?"""
-    drawn: bool = page.evaluate(
-        """(plot) => {
-          const canvas = document.querySelector(`${plot} canvas`);
-          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-          return data.some((value) => value > 0);
-        }""",
-        plot,
-    )
-    return drawn
 
 
 class TestLive:
@@ -271,7 +254,10 @@ class TestLook:
         reads(page, "#plot-loss", "1", "3")
         plot.hover(position={"x": 70, "y": 50})
         reads(page, "#plot-loss", "0", "4")
-        assert is_drawn(page, "#plot-loss")
+        assert page.locator("#plot-loss canvas").evaluate(
+            """(canvas) => canvas.getContext("2d")
+              .getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value > 0)"""
+        ), "something is drawn"
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_phone_shows_cards_and_never_scrolls_sideways(
@@ -283,7 +269,7 @@ class TestLook:
             publisher.says(workers=[a_worker("a"), long, a_worker("rtx", host="h" * 80)])
             sees(page, "#freshness b", "LIVE")
             playwright.expect(page.locator("#worker-box tbody tr")).to_have_count(3)
-            assert is_no_wider_than_the_screen(page)
+            assert page.evaluate(f"{SCROLLED}.scrollWidth <= {SCROLLED}.clientWidth")
             for button in page.locator("#worker-box .kick").all():
                 box = button.bounding_box()
                 assert box is not None

@@ -74,17 +74,14 @@ class TestHealth:
 
     def test_status_says_it_and_the_body_why(self) -> None:
         problems = iter([None, "the broker has sent nothing for 31 s"])
-        with serving(RunCollector(no_reading, "9.9", 20), lambda: next(problems)) as url:
+        unheard = Reading(model.FeedModel(), 0.0)
+        with serving(RunCollector(lambda: unheard, "9.9", 20), lambda: next(problems)) as url:
             address = url.replace("/metrics", "/healthz")
             assert "alive" in fetch(address)[0]
             with pytest.raises(urllib.error.HTTPError) as raised:
                 fetch(address)
             assert raised.value.code == 503
             assert raised.value.read() == b"the broker has sent nothing for 31 s\n"
-
-
-def no_reading() -> Reading:
-    return Reading(model.FeedModel(), 0.0)
 
 
 class TestScrape:

@@ -55,11 +55,6 @@ def pids(processes: Processes, name: str) -> list[int]:
     return [int(words[1]) for words in lines if words[:1] == ["pid"]]
 
 
-def trainings(processes: Processes) -> list[int]:
-    """How often w0 and w1 have begun to train."""
-    return [log(processes, name).count("trains") for name in ("w0", "w1")]
-
-
 @pytest.mark.slow
 def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
     script = str(FOLDER / "plain_loop.py")
@@ -91,7 +86,7 @@ def test_no_process_outlives_a_restart_or_the_launcher(processes: Processes) -> 
     first, second = pids(processes, "w0")
     assert not is_alive(first)
     assert is_alive(second)
-    wait_for(lambda: trainings(processes) == [2, 1], WITHIN_S)
+    wait_for(lambda: [log(processes, n).count("trains") for n in ("w0", "w1")] == [2, 1], WITHIN_S)
     assert "restart 1 of" in made.output
     made.gets(signal.SIGINT)
     assert made.ends(WITHIN_S) == 128 + signal.SIGINT, made.output

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco_tools.monitor.metrics.metrics import METRICS
+from kit.exporter_scrapes import METRICS
 from kit.paths import ROOT
 from kit.tiers import MINUTES
 

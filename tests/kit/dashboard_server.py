@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from typing import Any
 import uvicorn
 
 from diloco_protocol.clients import Keys
-from diloco_tools.monitor.web.app import Dashboard, application, listen, server_of
+from diloco_tools.monitor.feed.replay import History
+from diloco_tools.monitor.web.app import Dashboard, application, server_of
 from diloco_tools.monitor.web.security import Policy
-from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+from diloco_tools.monitor.web.source import FeedSource
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, status, worker
 
@@ -132,14 +134,14 @@ def serving(
     *,
     policy: Policy | None = None,
     control: str | None = None,
-    replay: ReplaySource | None = None,
+    replay: History | None = None,
     keys: Keys | None = None,
 ) -> Iterator[Site]:
     """The dashboard as the command serves it, in a thread and on a free port."""
     source = FeedSource(feed, keys) if feed is not None else None
     page = Dashboard(policy or Policy("127.0.0.1", TOKEN), source, replay, control, keys)
     server = server_of(application(page))
-    with source or nullcontext(), listen("127.0.0.1", 0) as listening:
+    with source or nullcontext(), socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         try:

@@ -1,6 +1,7 @@
 """What the exporter makes of snapshots, and scrapes of it over HTTP read by prometheus_client itself."""
 
 import gzip
+import socket
 import threading
 import time
 import urllib.request
@@ -17,11 +18,18 @@ from prometheus_client.registry import Collector
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.monitor.feed.listener import Reading
 from diloco_tools.monitor.feed.model import FeedModel
-from diloco_tools.monitor.metrics.metrics import RunCollector
+from diloco_tools.monitor.metrics.metrics import TABLES, RunCollector
 from diloco_tools.monitor.metrics.server import MetricsServer
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, worker
 
+# Every metric by its full name, with its labels.
+METRICS = {
+    f"diloco_{field.metric}": labels
+    for labels, declared in TABLES.values()
+    for field in declared
+    if field.metric
+}
 HOSTILE = [
     *('quote"d', "back\\slash", "two\nlines", "\r\n# EOF\ndiloco_feed_up 5", "x" * 10_000),
     *(
@@ -142,7 +150,7 @@ def parsed(text: str, openmetrics: bool = False) -> list[Metric]:
 @contextmanager
 def serving(collector: Collector, health: Callable[[], str | None] = lambda: None) -> Iterator[str]:
     """The address of its metrics, while a server in a thread has them."""
-    with MetricsServer("127.0.0.1", 0, collector, health) as made:
+    with MetricsServer(socket.create_server(("127.0.0.1", 0)), collector, health) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.02,))
         thread.start()
         try:

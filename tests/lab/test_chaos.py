@@ -56,7 +56,6 @@ BROKEN = ("broken", "doubled", "lost", "uncounted", "unauthenticated peers", "di
 KINDS = (*BROKEN, "dropped", "in_flight", "forgotten")
 
 RUN = "00000000000000aa"
-WITHIN_S = 10.0
 
 
 def version(counter: int, tag: str = "t") -> list[Any]:
@@ -507,10 +506,6 @@ def echo() -> Iterator[str]:
         server.shutdown()
 
 
-def connect(proxy: DrillProxy) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", proxy.port), WITHIN_S)
-
-
 def receive(end: socket.socket, count: int) -> bytes:
     """This many bytes, or fewer if the connection ends."""
     data = b""
@@ -520,15 +515,10 @@ def receive(end: socket.socket, count: int) -> bytes:
     return data
 
 
-def says(end: socket.socket, data: bytes) -> bool:
-    """Whether what is said comes back."""
-    end.sendall(data)
-    return receive(end, len(data)) == data
-
-
 def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
-    with DrillProxy(echo) as proxy, connect(proxy) as end:
-        assert says(end, b"0123456789")
+    with DrillProxy(echo) as proxy, socket.create_connection(("127.0.0.1", proxy.port), 10) as end:
+        end.sendall(b"0123456789")
+        assert receive(end, 10) == b"0123456789"
         proxy.cut_within(15)
         end.sendall(b"0123456789")
         assert receive(end, 10) == b"01234", "ten bytes up and five down"

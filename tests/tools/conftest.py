@@ -1,7 +1,5 @@
 """What several tests of the tools use: a feed without a broker, a full screen without a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from inspect import iscoroutinefunction, signature

@@ -1,7 +1,5 @@
 """Every command takes the broker's address in the same ways, and refuses other text alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every command: as a program of its own and behind `diloco`, its version, its help, its completion."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

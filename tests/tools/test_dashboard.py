@@ -1,7 +1,5 @@
 """The dashboard without a browser: who may ask for what, what is sent, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -17,7 +15,7 @@ import pytest
 
 from diloco_broker import Broker
 from diloco_protocol.clients.operator import ask_once
-from diloco_protocol.feed import Snapshot, parse_snapshot
+from diloco_protocol.feed import TOPIC, Snapshot, parse_snapshot
 from diloco_protocol.monitor.fields import columns
 from diloco_tools.monitor.feed.model import Freshness
 from diloco_tools.monitor.feed.series import Rate, RunSeries
@@ -382,11 +380,17 @@ class TestPolling:
             assert (state["age_s"], state["picture"]) == (None, None)
             assert state["words"]["badge"][1] == "STALE"
 
-    def test_unreadable_feed_is_said(self, publisher: Publisher) -> None:
+    @pytest.mark.parametrize(
+        ("payload", "said"),
+        [(frame(a_status(feed=9)), "feed version 9"), (TOPIC + b"{", "1 unreadable snapshots")],
+    )
+    def test_unreadable_feed_is_said(self, publisher: Publisher, payload: bytes, said: str) -> None:
         with serving(publisher.address) as site:
-            publisher.says(feed=9)
-            wait_for(lambda: site.get("/api/state").json["problem"])
-            assert "feed version 9" in site.get("/api/state").json["problem"]
+            publisher.await_subscriber()
+            publisher.send(payload)
+            assert said in wait_for(lambda: site.get("/api/state").json["problem"])
+            publisher.says()
+            assert site.await_state(sequence=7)["problem"] is None, "it is not the end"
 
 
 class TestEnd:

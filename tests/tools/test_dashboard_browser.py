@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco_broker import Broker
-from diloco_tools.monitor.web.source import ReplaySource
+from diloco_tools.monitor.feed.replay import read_history
 from diloco_worker import DiLoCoClient
 from kit import dashboard_server
 from kit.dashboard_server import TOKEN, Publisher, Site, a_worker
@@ -32,6 +32,7 @@ pytest_plugins = ("kit.browser_fixtures",)
 pytestmark = pytest.mark.browser
 
 PHONE = {"width": 390, "height": 844}
+SCROLLED = "document.scrollingElement"
 HOSTILE = '<img src=x onerror="document.title=1"><script>alert(1)</script>'
 
 
@@ -51,28 +52,10 @@ def sees(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
     playwright.expect(page.locator(selector)).to_contain_text(text, timeout=PATIENCE_MS)
 
 
-def is_no_wider_than_the_screen(page: Page) -> bool:
-    of = "document.scrollingElement"
-    return bool(page.evaluate(f"{of}.scrollWidth <= {of}.clientWidth"))
-
-
 def reads(page: Page, plot: str, *values: str) -> None:
     """The legend of a plot comes to have these values, of x first."""
     shown = page.locator(f"{plot} .u-legend .u-value")
     playwright.expect(shown).to_have_text(values, timeout=PATIENCE_MS)
-
-
-def is_drawn(page: Page, plot: str) -> bool:
-    """Is anything on the canvas of a plot?"""
-    drawn: bool = page.evaluate(
-        """(plot) => {
-          const canvas = document.querySelector(`${plot} canvas`);
-          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-          return data.some((value) => value > 0);
-        }""",
-        plot,
-    )
-    return drawn
 
 
 class TestLive:
@@ -270,7 +253,10 @@ class TestLook:
         reads(page, "#plot-loss", "1", "3")
         plot.hover(position={"x": 70, "y": 50})
         reads(page, "#plot-loss", "0", "4")
-        assert is_drawn(page, "#plot-loss")
+        assert page.locator("#plot-loss canvas").evaluate(
+            """(canvas) => canvas.getContext("2d")
+              .getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value > 0)"""
+        ), "something is drawn"
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_phone_shows_cards_and_never_scrolls_sideways(
@@ -282,7 +268,7 @@ class TestLook:
             publisher.says(workers=[a_worker("a"), long, a_worker("rtx", host="h" * 80)])
             sees(page, "#freshness b", "LIVE")
             playwright.expect(page.locator("#worker-box tbody tr")).to_have_count(3)
-            assert is_no_wider_than_the_screen(page)
+            assert page.evaluate(f"{SCROLLED}.scrollWidth <= {SCROLLED}.clientWidth")
             for button in page.locator("#worker-box .kick").all():
                 box = button.bounding_box()
                 assert box is not None
@@ -309,7 +295,7 @@ class TestOthers:
         assert page.locator("#pause").is_disabled()
 
     def test_recorded_run_is_played(self, opened: Callable[..., Page], tmp_path: Path) -> None:
-        with serving(replay=ReplaySource.of_file(write_run(tmp_path, rounds=30))) as site:
+        with serving(replay=read_history(write_run(tmp_path, rounds=30))) as site:
             page = opened(f"{site.address}/")
             sees(page, "#freshness b", "REPLAY")
             sees(page, "#moment-at", "after the start")

@@ -1,7 +1,5 @@
 """diloco-dashboard as a command: what it prints, when it ends, and a recorded run."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
@@ -16,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from diloco_tools.monitor.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.replay import History, read_history
+from diloco_tools.monitor.metrics.cli import app as exporter_app
 from diloco_tools.monitor.web.cli import app
-from diloco_tools.monitor.web.source import ReplaySource
+from diloco_tools.monitor.web.source import moment_of, outline_of
 from kit.dashboard_server import Publisher, serving
 from kit.feed_snapshots import PATIENCE_S
 from kit.past_runs import write_run
 from kit.web_commands import NOBODY, refusal, started
 
-MODULE = "diloco_tools.monitor.web"
+MODULE = "diloco_tools.monitor.web.cli"
 
 
 @pytest.fixture(autouse=True)
@@ -75,19 +76,22 @@ class TestStart:
     def test_bad_options_are_refused(self, arguments: tuple[str, ...], said: str) -> None:
         assert said in refusal(app, *arguments)
 
-    def test_port_in_use_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("app", [app, exporter_app], ids=["dashboard", "exporter"])
+    def test_port_in_use_is_one_sentence(
+        self, app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         closed: list[None] = []
         close = FeedSubscriber.close
         monkeypatch.setattr(FeedSubscriber, "close", lambda feed: closed.append(close(feed)))
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             sentence = refusal(app, "--feed", NOBODY, "--port", port)
-        assert f"cannot listen on 127.0.0.1 port {port}" in sentence
+        assert f"cannot listen on '127.0.0.1' port {port} (Address already in use)" in sentence
         assert len(closed) == 1
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_missing_packages_are_named(self, package: str) -> None:
-        script = f"import sys; sys.modules[{package!r}] = None; from {MODULE}.cli import app; app()"
+        script = f"import sys; sys.modules[{package!r}] = None; from {MODULE} import app; app()"
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (
@@ -118,11 +122,11 @@ class TestEnd:
 
 class TestReplay:
     @pytest.fixture
-    def past(self, tmp_path: Path) -> ReplaySource:
-        return ReplaySource.of_file(write_run(tmp_path, rounds=30))
+    def past(self, tmp_path: Path) -> History:
+        return read_history(write_run(tmp_path, rounds=30))
 
-    def test_outline_has_the_whole_run(self, past: ReplaySource) -> None:
-        outline = json.loads(past.outline())
+    def test_outline_has_the_whole_run(self, past: History) -> None:
+        outline = json.loads(outline_of(past))
         assert outline["moments"] == 33
         assert outline["last_at"] - outline["first_at"] == pytest.approx(1202.0)
         rounds = outline["series"]["rounds"]
@@ -132,21 +136,21 @@ class TestReplay:
 
     def test_a_long_run_is_thinned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("diloco_tools.monitor.web.source.REPLAY_POINTS", 10)
-        past = ReplaySource.of_file(write_run(tmp_path, rounds=95))
-        rounds = json.loads(past.outline())["series"]["rounds"]
+        past = read_history(write_run(tmp_path, rounds=95))
+        rounds = json.loads(outline_of(past))["series"]["rounds"]
         assert len(rounds) <= 11
         assert rounds[-1][1] == 94
 
-    def test_moments_are_as_they_were(self, past: ReplaySource) -> None:
-        body = past.moment(11)
+    def test_moments_are_as_they_were(self, past: History) -> None:
+        body = moment_of(past, 11)
         assert body is not None
         moment = json.loads(body)
         assert moment["marker"]["number"] == 10
         assert [worker["id"] for worker in moment["words"]["workers"]] == ["a", "b"]
-        assert past.moment(-1) is None
-        assert past.moment(33) is None
+        assert moment_of(past, -1) is None
+        assert moment_of(past, 33) is None
 
-    def test_it_is_served_and_nothing_can_be_changed(self, past: ReplaySource) -> None:
+    def test_it_is_served_and_nothing_can_be_changed(self, past: History) -> None:
         with serving(replay=past) as site:
             session = site.get("/api/session").json
             assert (session["mode"], session["steering"]) == ("replay", False)

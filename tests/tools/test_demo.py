@@ -1,7 +1,5 @@
 """The demo: what it trains on, what it reports, and how it treats bad input and dying children."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -22,10 +20,6 @@ from kit.tool_results import RESULTS, SETTINGS
 from kit.top_text import matches
 
 
-def documents(count: int, size: int = 100) -> list[Document]:
-    return [Document(f"file{i:03}", bytes([i % 251 + 1]) * size) for i in range(count)]
-
-
 def a_text(tmp_path: Path, size: int) -> Path:
     path = tmp_path / "text.txt"
     path.write_bytes((b"the quick brown fox jumps over the lazy dog. " * (size // 45 + 1))[:size])
@@ -37,7 +31,7 @@ def a_text(tmp_path: Path, size: int) -> Path:
 
 @pytest.mark.parametrize(("count", "sizes"), [(2, [95, 95]), (3, [64, 63, 63])])
 def test_a_twentieth_is_held_out_and_the_rest_is_sharded(count: int, sizes: list[int]) -> None:
-    given = documents(200)
+    given = [Document(f"file{i:03}", bytes([i + 1]) * 100) for i in range(200)]
     held_out, shards = split_documents(given, count)
     assert [len(shard) for shard in shards] == sizes
     assert held_out == split_documents(given, 4)[0] and len(held_out) == 10

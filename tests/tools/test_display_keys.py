@@ -1,7 +1,5 @@
 """Displays at a broker that asks for keys: who may look, who may steer, and what the others read."""
 
-from __future__ import annotations
-
 import re
 import select
 import time
@@ -12,11 +10,11 @@ import pytest
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.key_folder import KeyFolder
-from diloco_protocol.clients import Keys, ask_once
+from diloco_protocol.clients import ask_once
 from diloco_protocol.feed import FeedError, FeedRefusedError
 from diloco_protocol.roles import Role
 from diloco_tools.monitor.feed import listener
-from diloco_tools.monitor.feed.listener import FeedSubscriber, FeedWatcher
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.monitor.metrics.cli import app as exporter_app
 from diloco_tools.monitor.web.cli import app as dashboard_app
 from diloco_tools.monitor.web.security import Policy
@@ -35,14 +33,6 @@ pytest_plugins = ("kit.key_fixtures",)
 OTHER = r"The peer closes the connection at once: it is a broker that requires a key or another"
 WANTED = r"The broker requires a key; give the key file that diloco-broker keygen made"
 REVOKED = r"The broker rejected the key: it was revoked, or made for another broker"
-NONE = r"The broker uses no keys"
-
-
-def other_broker_s(folder: KeyFolder, path: Path) -> Keys:
-    """The display's key for a broker that is not this one."""
-    other = KeyFolder.make(path)
-    other.add_all([ALLOWED["display"]])
-    return key(other, "display")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +44,9 @@ def test_feed_is_refused_at_once_with_a_sentence(
 ) -> None:
     keys = None if whose == "none" else forged(folder, "display")
     if whose == "another broker's":
-        keys = other_broker_s(folder, tmp_path / "other")
+        other = KeyFolder.make(tmp_path / "other")
+        other.add_all([ALLOWED["display"]])
+        keys = key(other, "display")
     with FeedSubscriber(keyed.feed_address, keys=keys) as feed:
         with pytest.raises(FeedRefusedError, match=sentence):
             feed.receive(PATIENCE_S)
@@ -66,7 +58,7 @@ def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> Non
     with (
         Broker(BrokerConfig(**LOCAL)) as open_to_all,
         FeedSubscriber(open_to_all.feed_address, keys=keys) as feed,
-        pytest.raises(FeedRefusedError, match=NONE),
+        pytest.raises(FeedRefusedError, match="The broker uses no keys"),
     ):
         feed.receive(PATIENCE_S)
 
@@ -78,7 +70,8 @@ def test_revoked_key_is_said(
     monkeypatch.setattr(listener, "RENEW_AFTER_S", 1e9)  # so each complaint comes once
     public = public_of(folder, "display")
     complaints: list[FeedError] = []
-    with FeedWatcher(keyed.feed_address, complaints.append, keys=key(folder, "display")) as watcher:
+    feed = FeedSubscriber(keyed.feed_address, keys=key(folder, "display"))
+    with Listener(feed, lambda _: None, complaints.append) as watcher:
         for _ in range(2):
             wait_for(lambda: watcher.model.snapshot and not watcher.model.refusal)
             complaints.clear()

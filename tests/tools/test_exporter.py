@@ -13,12 +13,20 @@ from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.monitor.metrics.metrics import (
     HELD_S,
     LONGEST_VALUE,
-    METRICS,
     Places,
     RunCollector,
     label_value,
 )
-from kit.exporter_scrapes import HOSTILE, Samples, collector, exported, samples, scraped, status
+from kit.exporter_scrapes import (
+    HOSTILE,
+    METRICS,
+    Samples,
+    collector,
+    exported,
+    samples,
+    scraped,
+    status,
+)
 from kit.feed_snapshots import worker
 from kit.paths import ROOT
 from kit.top_text import UPDATE, matches

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from diloco_protocol.feed import TOPIC, parse_snapshot
 from diloco_protocol.printable import printable
 from diloco_tools.monitor.feed import model
-from diloco_tools.monitor.feed.listener import FeedWatcher, Reading
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener, Reading
 from diloco_tools.monitor.metrics import server
 from diloco_tools.monitor.metrics.cli import DEAD_AFTER_S, app
 from diloco_tools.monitor.metrics.metrics import RunCollector, label_value
@@ -42,8 +42,9 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 @pytest.fixture
 def exporter(publisher: Publisher) -> Iterator[str]:
     """The metrics of an exporter, with series for 20 workers, that has subscribed to `publisher`."""
-    watcher = FeedWatcher(publisher.address, complain=lambda error: pytest.fail(str(error)))
-    with watcher, serving(RunCollector(watcher.read, "9.9", 20)) as url:
+    feed = FeedSubscriber(publisher.address)
+    listener = Listener(feed, lambda _: None, lambda error: pytest.fail(str(error)))
+    with listener, serving(RunCollector(listener.read, "9.9", 20)) as url:
         publisher.await_subscriber()
         yield url
 
@@ -73,17 +74,14 @@ class TestHealth:
 
     def test_status_says_it_and_the_body_why(self) -> None:
         problems = iter([None, "the broker has sent nothing for 31 s"])
-        with serving(RunCollector(no_reading, "9.9", 20), lambda: next(problems)) as url:
+        unheard = Reading(model.FeedModel(), 0.0)
+        with serving(RunCollector(lambda: unheard, "9.9", 20), lambda: next(problems)) as url:
             address = url.replace("/metrics", "/healthz")
             assert "alive" in fetch(address)[0]
             with pytest.raises(urllib.error.HTTPError) as raised:
                 fetch(address)
             assert raised.value.code == 503
             assert raised.value.read() == b"the broker has sent nothing for 31 s\n"
-
-
-def no_reading() -> Reading:
-    return Reading(model.FeedModel(), 0.0)
 
 
 class TestScrape:
@@ -124,19 +122,6 @@ class TestScrape:
         assert shown == {label_value(printable(name)) for name in HOSTILE}
         opened, _ = fetch(exporter, Accept=OPENMETRICS)
         assert samples(parsed(opened, openmetrics=True)).keys() == found.keys()
-
-    def test_stale_takes_the_workers_away_and_news_bring_them_back(
-        self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, exporter: str
-    ) -> None:
-        monkeypatch.setattr(model, "STALE_ABOVE_S", 0.3)
-        monkeypatch.setattr(model, "LIVE_BELOW_S", 0.2)
-        publisher.send(frame(status(sequence=1)))
-        until(exporter, "diloco_feed_up", 1)
-        gone = until(exporter, "diloco_feed_up", 0)
-        assert not [name for name, _ in gone if "worker" in name]
-        publisher.send(frame(status(sequence=4)))
-        back = until(exporter, "diloco_workers_alive", 5)
-        assert back["diloco_feed_snapshots_missed_total", ()] == 2
 
     def test_garbage_and_a_newer_feed_are_counted_and_survived(self, publisher: Publisher) -> None:
         # Also: the address may come from the environment.
@@ -256,12 +241,6 @@ class TestCommand:
             process.send_signal(sign)
             output, errors = process.communicate(timeout=PATIENCE_S)
             assert (process.returncode, output, errors) == (0, "", "")
-
-    def test_a_port_in_use_is_one_sentence(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            sentence = refusal(app, "--port", str(port))
-        assert f"127.0.0.1' port {port} (Address already in use)" in sentence
 
     @pytest.mark.parametrize(
         ("option", "values", "said"),

@@ -5,8 +5,6 @@ PodMonitor are of others: their fields are compared with lists of our own, from 
 projects. The Job within a JobSet is checked as one of Kubernetes. None of it has been run on a cluster.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re
@@ -24,9 +22,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from diloco_tools.launch.cli import app
 from diloco_tools.launch.commands import make_keys
 from diloco_tools.launch.kubernetes.cli import as_yaml
 from diloco_tools.launch.kubernetes.objects import objects_of
@@ -273,27 +269,3 @@ def test_commands_of_the_pods_make_a_run(
     assert (tmp_path / "broker" / "data" / "run" / "final-model.safetensors").exists()
     assert broker.process.poll() is None, "its pod keeps running"
     assert broker.ends() == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--name", "Llama"), "'Llama' is invalid"),
-        (("--name", "x" * 41), "at most 40"),
-        (("--storage", "20 GB"), "'20 GB' is invalid"),
-        (("--worker-image", ""), "'' is invalid"),
-        (("--serve", "--quorum 9"), "rejects these options"),
-        (("--serve", "--fresh"), "--fresh"),
-        (("--serve", "'"), "cannot be parsed"),
-    ],
-)
-def test_wrong_use_gets_a_sentence_and_makes_no_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    usual = ("--islands", "2", "--broker-image", "b", "--worker-image", "w")
-    done = CliRunner().invoke(app, ["kubernetes", *usual, *words, "--", "true"])
-    assert done.exit_code == 2
-    assert sentence in done.stderr
-    assert done.stdout == ""
-    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """`diloco-launch local`: a broker and the workers of one script, as real processes of this machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -10,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from diloco_protocol.feed import Counts, End, LastRound, Snapshot
-from diloco_tools.launch.cli import app
 from diloco_tools.launch.local.run import LocalRun
 from diloco_tools.launch.local.status import status_line
 from kit.examples import FOLDER
@@ -59,11 +55,6 @@ def pids(processes: Processes, name: str) -> list[int]:
     return [int(words[1]) for words in lines if words[:1] == ["pid"]]
 
 
-def trainings(processes: Processes) -> list[int]:
-    """How often w0 and w1 have begun to train."""
-    return [log(processes, name).count("trains") for name in ("w0", "w1")]
-
-
 @pytest.mark.slow
 def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
     script = str(FOLDER / "plain_loop.py")
@@ -95,7 +86,7 @@ def test_no_process_outlives_a_restart_or_the_launcher(processes: Processes) -> 
     first, second = pids(processes, "w0")
     assert not is_alive(first)
     assert is_alive(second)
-    wait_for(lambda: trainings(processes) == [2, 1], WITHIN_S)
+    wait_for(lambda: [log(processes, n).count("trains") for n in ("w0", "w1")] == [2, 1], WITHIN_S)
     assert "restart 1 of" in made.output
     made.gets(signal.SIGINT)
     assert made.ends(WITHIN_S) == 128 + signal.SIGINT, made.output
@@ -129,27 +120,6 @@ def test_workers_that_end_before_the_first_round_are_a_failure(processes: Proces
     made = launch(processes, "-n", "1", "--sync-every", "500", "--", script, "--steps", "5")
     assert made.ends(WITHIN_S) == 1, made.output
     assert "--sync-every" in made.says("No round closed")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["nothing.py"], "nothing.py"),
-        (["no-such-program"], "no-such-program"),
-        (["--serve", "--save-dir there", "script.py"], "--folder"),
-        (["--serve", "--no-such-option 1", "script.py"], "--no-such-option"),
-    ],
-)
-def test_what_cannot_be_started_is_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").touch()
-    answer = CliRunner().invoke(app, ["local", *words])
-    assert answer.exit_code == 2
-    assert told in answer.stderr
-    assert answer.stderr.count("\n") == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["script.py"], "and nothing is written"
 
 
 def test_worker_has_a_name_shard_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

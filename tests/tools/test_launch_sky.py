@@ -1,7 +1,5 @@
 """What `diloco-launch sky` writes, read by SkyPilot's parser and run here. No cloud is used."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -166,31 +164,3 @@ def test_commands_of_the_tasks_make_a_run(
     assert island.ends() == 0, island.output
     assert broker.ends() == 0, broker.output
     assert (run.parent / "broker" / "diloco" / "run" / "final-model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--island", "8A100 us-east-1"), "expected GPUs and a place, such as 8xA100@us-east-1"),
-        (("--island", "0xA100"), "'0xA100' is invalid"),
-        (("--island", "8xA100@"), "'8xA100@' is invalid"),
-        (("--name", "Llama"), "'Llama' is invalid"),
-        (("--broker-cpus", "two"), "'two' is invalid"),
-        (("--folder", "run"), "give a --folder outside it"),
-        (("--serve", "--quorum 9"), "rejects these options"),
-    ],
-)
-def test_wrong_use_gets_a_sentence_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
-) -> None:
-    home, here = tmp_path / "home", tmp_path / "code"
-    for folder in (home, here):
-        folder.mkdir()
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(app, ["sky", "--island", "L4", *words, "--", "true"])
-    assert done.exit_code == 2
-    assert sentence in done.stderr
-    assert done.stdout == ""
-    assert not any([*home.iterdir(), *here.iterdir()])

@@ -1,7 +1,5 @@
 """What `diloco-launch slurm` writes and refuses; tests/engines has what a real Slurm makes of it."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 from pathlib import Path
@@ -97,29 +95,6 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in keys} == before, "a key that is there stays"
     assert (run.folder / "keys" / "clients" / "worker-island-1.key").exists()
     assert not (run.folder / "stop").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--islands", "2", "--time", "soon", "--", "true"), "'soon' is invalid"),
-        (("--islands", "2", "--name", "a/b", "--", "true"), "'a/b' is invalid"),
-        (("--islands", "2", "--sbatch", "gpu", "--", "true"), "'gpu' is not an option of sbatch"),
-        (("--islands", "2", "--serve", "--sync-evry 5", "--", "true"), "No such option"),
-        (("--islands", "2", "--folder", "a%b", "--", "true"), "characters"),
-        (("--islands", "2"), "Missing argument 'COMMAND...'"),
-        (("status", "nowhere"), "give the folder of a run"),
-        (("stop", "nowhere"), "give the folder of a run"),
-    ],
-)
-def test_wrong_use_gets_a_sentence_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["slurm", *words], env={"COLUMNS": "200"})
-    assert done.exit_code == 2, done.output
-    assert sentence in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

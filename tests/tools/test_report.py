@@ -1,7 +1,5 @@
 """The page of diloco-report: fetches nothing, runs only its own script, shows every text as it is."""
 
-from __future__ import annotations
-
 import json
 import os
 from base64 import b64encode

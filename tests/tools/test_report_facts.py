@@ -1,7 +1,5 @@
 """What diloco-report makes of a history: what happened, when, and to whom."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -15,16 +13,13 @@ from hypothesis import strategies as st
 from diloco_protocol.feed import MalformedFeedError
 from diloco_tools.monitor.report import digest
 from diloco_tools.monitor.report.digest import SIGN, read_run
-from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts, Worker
+from diloco_tools.monitor.report.facts import Ending, Facts, Worker
 from kit.core_harness import a_run
 from kit.past_runs import closed, event, line, start, write, write_run
 from kit.recorded_runs import RECORDED, RUNS, trained
 from kit.report_pages import action, facts_of, page
 
 AT = 1_700_000_000.0
-# On a machine that is busy an example may take seconds.
-UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
-DIED = "its connection broke and it did not reconnect"
 
 
 def in_incarnation(epoch: str, *lines: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,16 +55,16 @@ def test_run_is_told_from_its_start_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("last", "ending"),
     [
-        ([line("stop", AT + 9, text="anna asked for it", run_is_over=True)], OVER),
-        ([line("stop", AT + 9, text="SIGTERM", run_is_over=False)], STOPPED),
-        ([line("stop", AT + 9, text="of an older release")], STOPPED),
-        ([], OPEN),
+        ([line("stop", AT + 9, text="anna asked for it", run_is_over=True)], Ending.OVER),
+        ([line("stop", AT + 9, text="SIGTERM", run_is_over=False)], Ending.STOPPED),
+        ([line("stop", AT + 9, text="of an older release")], Ending.STOPPED),
+        ([], Ending.OPEN),
     ],
 )
-def test_end_is_told_as_the_history_has_it(tmp_path: Path, last: list[Any], ending: str) -> None:
+def test_end_is_told_as_the_history_has_it(tmp_path: Path, last: list[Any], ending: Ending) -> None:
     facts = facts_of(tmp_path, start(AT), closed(AT + 1, 0, "a"), *last)
     assert facts.ending == ending
-    assert (facts.lives[-1].ending is None) == (ending == OPEN)
+    assert (facts.lives[-1].ending is None) == (ending == Ending.OPEN)
 
 
 def test_run_that_was_resumed_has_all_its_lives(tmp_path: Path) -> None:
@@ -120,7 +115,7 @@ def test_run_of_any_kind_is_read(
     assert facts.mode == ("async" if kind == "asynchronous" else "sync")
     assert worker(facts, "w").contributions == RECORDED
     assert [each.what for each in facts.actions] == ["save"]
-    assert facts.damaged == 0 and facts.ending == OVER
+    assert facts.damaged == 0 and facts.ending == Ending.OVER
     # On a machine that is busy the broker may warn, of how long it stood still, say.
     assert not [each for each in facts.said if "a checkpoint is asked for" in each.text]
     page(facts)
@@ -136,7 +131,7 @@ def test_worker_that_died_and_came_back_is_seen_to(tmp_path: Path) -> None:
         event(AT + 1, "a joins from h1."),
         event(AT + 1, "b joins from h2."),
         closed(AT + 10, 0, "a", "b"),
-        event(AT + 14, f"b counts as dead: {DIED}.", level="warning"),
+        event(AT + 14, "b counts as dead: it is silent.", level="warning"),
         closed(AT + 20, 1, "a"),
         event(AT + 25, "b joins from h3."),
         closed(AT + 30, 2, "a", "b"),
@@ -265,7 +260,7 @@ OF_WORKER = WHOLE["round"]["workers"][0]
 PLACES += [("worker", key) for key in OF_WORKER]
 
 
-@UNHURRIED
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(st.tuples(st.sampled_from(PLACES), anything), max_size=4))
 def test_no_value_in_a_line_breaks_a_report(odd: list[tuple[tuple[str, str], Any]]) -> None:
     made = digest.Digest()

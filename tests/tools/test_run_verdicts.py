@@ -1,7 +1,5 @@
 """The verdict on a run that lacks workers: not begun, ended or degraded; from core to displays."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +21,6 @@ from kit.restarts import a_saved_run, next_incarnation
 from kit.top_screen import LARGE, shown
 from kit.top_text import drawn, top_of
 from kit.whole_run import make_config
-
-DAY_S = 86_400
 
 
 def verdict_on(news: dict[str, Any], after_s: float = 0.0) -> Verdict:
@@ -250,7 +246,7 @@ def test_deaths_on_record_are_bounded_in_number_and_time() -> None:
         a.beats(2)
     dead = [each["id"] for each in stage.shown()["dead"]]
     assert dead == [each.worker_id for each in others[-100:]]
-    stage.now += 2 * DAY_S
+    stage.now += 2 * 86_400  # days
     a.beats(3)
     stage.passes(1.0)
     assert stage.shown()["dead"] == []

@@ -1,7 +1,5 @@
 """Units of systemd and the compose file: what they start is what there is."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Steering from the full screen: what is asked before, what is sent, and what changes the table."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """diloco-top as it goes on: --follow, the listening thread, connecting again; and without textual."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,8 +12,7 @@ from typing import IO
 
 import pytest
 
-from diloco_protocol.feed import FeedVersionError, Snapshot, parse_snapshot
-from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
+from diloco_tools.monitor.feed.listener import FeedSubscriber
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
 from kit.top_screen import ScreenPilot
 from kit.top_text import top_of
@@ -98,55 +95,6 @@ def test_text_and_json_do_without_textual(publisher: Publisher, options: tuple[s
         process.communicate()
     assert process.returncode == 0
     assert "3fa2c1d0" in output
-
-
-class FakeFeed(FeedSubscriber):
-    """Gives what it was told to, then nothing."""
-
-    def __init__(self, *news: Snapshot | FeedVersionError, malformed: int = 0) -> None:
-        super().__init__("tcp://127.0.0.1:1")
-        self.news = list(news)
-        self.malformed, self.last_error = malformed, "not JSON"
-
-    def receive(self, timeout_s: float) -> Snapshot | None:
-        if not self.news:
-            return None
-        first = self.news.pop(0)
-        if isinstance(first, FeedVersionError):
-            raise first
-        return first
-
-
-NEWS = parse_snapshot(frame(status()))
-ODD = "3 unreadable snapshots, the last: not JSON"
-
-
-@pytest.mark.parametrize(
-    ("feed", "heard"),
-    [
-        # Another feed version is a complaint, once, and not the end.
-        ((FeedVersionError("version 9"), FeedVersionError("version 9"), NEWS), ["version 9", NEWS]),
-        ((NEWS,), [NEWS, ODD]),
-    ],
-)
-def test_listener_hands_on_what_it_hears_and_what_it_cannot_read(
-    feed: tuple[Snapshot | FeedVersionError, ...], heard: list[Snapshot | str]
-) -> None:
-    found: list[Snapshot | str] = []
-    enough = threading.Event()
-
-    def hears(news: Snapshot | str) -> None:
-        found.append(news)
-        if len(found) == len(heard):
-            enough.set()
-
-    made = FakeFeed(*feed, malformed=3 * (ODD in heard))
-    listener = Listener(made, hears, lambda error: hears(str(error)))
-    listener.start()
-    assert enough.wait(PATIENCE_S)
-    listener.close()
-    assert not listener.is_alive()
-    assert found == heard
 
 
 def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.model import FeedModel
@@ -139,6 +140,7 @@ class TestScreen:
     def test_lines_fit_the_terminal(
         self, document: dict[str, Any], width: int, encoding: str
     ) -> None:
+        assert as_text(document), "`status` has lines for any feed, too"
         text = drawn(document, width, charset(encoding))
         assert max(cell_len(line) for line in text.split("\n")) <= max(width, 80)
         assert text.replace("\n", "").isprintable()

@@ -1,7 +1,5 @@
 """A past run in the full screen, and printed: `diloco-top --replay`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -151,12 +149,8 @@ class TestPrinted:
         assert rounds == [0, 1, 2, 3, 4, 5, 5]
         assert all("monitor" in line for line in lines)
 
-    @pytest.mark.parametrize("text", [None, "", "garbage\n"])
-    def test_invalid_history_exits_with_2(self, tmp_path: Path, text: str | None) -> None:
-        path = tmp_path / "history.jsonl"
-        if text is not None:
-            path.write_text(text)
-        result = top("--replay", str(path))
+    def test_invalid_history_exits_with_2(self, tmp_path: Path) -> None:
+        result = top("--replay", str(tmp_path / "history.jsonl"))
         assert result.exit_code == 2
         (sentence,) = result.stderr.splitlines()
         assert "history.jsonl" in sentence

@@ -1,7 +1,5 @@
 """The full screen of diloco-top: what it shows, how old it says that it is, what its keys do."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -13,7 +11,7 @@ from rich.cells import cell_len
 from textual.widgets import Input
 
 from diloco_protocol.feed import FeedError, Worker
-from diloco_tools.monitor.terminal.keys import KEYS, keys_for
+from diloco_tools.monitor.terminal.application import KEYS, keys_for
 from diloco_tools.monitor.terminal.scene import ORDERS, View
 from diloco_tools.monitor.terminal.text import clipped
 from kit.feed_snapshots import status, worker

@@ -1,28 +1,13 @@
 """Square brackets in names are text: no display takes them for markup, nor ours for theirs."""
 
-from __future__ import annotations
-
 import ast
-import inspect
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from rich.text import Text
 
-import diloco_broker.cli.app
-import diloco_lab.bench.__main__
-import diloco_lab.chaos.__main__
-import diloco_lab.evidence.__main__
 import diloco_tools.demo.cli
-import diloco_tools.monitor.metrics.cli
-import diloco_tools.monitor.report.cli
-import diloco_tools.monitor.terminal.cli
-import diloco_tools.monitor.web.cli
-import diloco_tools.plan.cli
 from diloco_broker.cli.status_text import as_text
 from diloco_lab.bench.report.figures import figure, tables
 from diloco_protocol.clients import Answer
@@ -39,18 +24,6 @@ from kit.top_text import drawn
 # What Rich or Textual would take for a style, an end of one, a variable of a theme, or an emoji.
 NAMES = ["[red]x", "[RED]x[/]", "[$primary]x", "[/]", "w[0]", "x\\", ":boom:", "[@click=app.quit]x"]
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
-COMMANDS = {
-    "diloco-broker": diloco_broker.cli.app.app,
-    "python -m diloco_lab.bench": diloco_lab.bench.__main__.app,
-    "diloco-dashboard": diloco_tools.monitor.web.cli.app,
-    "diloco-demo": diloco_tools.demo.cli.app,
-    "python -m diloco_lab.evidence": diloco_lab.evidence.__main__.app,
-    "diloco-exporter": diloco_tools.monitor.metrics.cli.app,
-    "diloco-report": diloco_tools.monitor.report.cli.app,
-    "diloco-plan": diloco_tools.plan.cli.app,
-    "diloco-top": diloco_tools.monitor.terminal.cli.app,
-    "python -m diloco_lab.chaos": diloco_lab.chaos.__main__.app,
-}
 
 
 def unknown_peers(name: str) -> dict[str, Any]:
@@ -141,23 +114,3 @@ def test_no_console_reads_markup() -> None:
             where = f"{path.name}:{call.lineno}"
             assert called != "Console" or given.get("markup") == "False", f"{where} reads markup"
             assert called != "TextColumn" or given.get("markup") == "False", f"{where} reads markup"
-
-
-def commands(app: typer.Typer) -> Iterator[Any]:
-    waiting: list[Any] = [typer.main.get_command(app)]
-    while waiting:
-        each = waiting.pop()
-        waiting += getattr(each, "commands", {}).values()
-        yield each
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_keeps_its_square_brackets(name: str) -> None:
-    """The help of a command is read as markup: what stands there must come out whole."""
-    for command in commands(COMMANDS[name]):
-        said = [command.help, command.epilog, command.short_help]
-        for parameter in command.params:
-            said += [getattr(parameter, "help", None), getattr(parameter, "rich_help_panel", None)]
-        for text in said:
-            plain = inspect.cleandoc(text or "")
-            assert Text.from_markup(plain).plain == plain.replace("\\[", "["), command.name

@@ -5,6 +5,7 @@ Names of folders, workers and extras contain square brackets and colons, which R
 
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,12 +27,44 @@ HostOption = Annotated[
 ]
 
 
+InsecureOption = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Listen on an address that other machines reach. Nothing is encrypted, also not the "
+        "token of the dashboard; prefer an SSH tunnel.",
+    ),
+]
+ReplayOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Show a past run: the history.jsonl of its save folder."),
+]
+
+
 def check_host(host: str, port: int, *, insecure: bool) -> None:
     """Raise UsageError for an address that other machines reach, without --insecure."""
     if not is_loopback(host) and not insecure:
         raise UsageError(
             f"other machines reach {host!a}, and nothing is encrypted: use an SSH tunnel "
             f"(ssh -L {port}:127.0.0.1:{port} HOST), or add --insecure"
+        )
+
+
+def listen(command: str, host: str, port: int) -> socket.socket:
+    """A listening socket, on a free port for 0; exits with a sentence if there is none."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, dualstack_ipv6=is_dual)
+    except (OSError, UnicodeError) as error:
+        # `create_server` appends the address to the words of the system.
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        fail(
+            command,
+            f"cannot listen on {host!a} port {port} ({reason}): use an address of this machine with "
+            "--host and a free port with --port, or --port 0",
         )
 
 

@@ -58,7 +58,7 @@ class Dashboard:
                 shlex.quote(str(key.parent)),
             )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_tools.monitor.web", *words],
+            [sys.executable, "-m", "diloco_tools.monitor.web.cli", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

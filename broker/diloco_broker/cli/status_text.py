@@ -1,17 +1,15 @@
 """Formats a snapshot of the feed as the text of `diloco-broker status`."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_protocol.feed import Worker, read_snapshot
 from diloco_protocol.monitor.fields import STATUS, Field, Part, columns
 from diloco_protocol.monitor.rows import Listed, cells, rows_of
-from diloco_protocol.monitor.verdict import Verdict, verdict_on
+from diloco_protocol.monitor.verdict import verdict_on
 from diloco_protocol.quantities import NONE
 
-REASONS = 4  # shown for a degraded run; the table has the others
+REASONS = 5  # of a degraded run; the table has the others
 LEAST_WORKERS = 3  # minimum lines of the table in a small window
 LONGEST = {"id": 24, "host": 16, "via": 16}  # maximum column widths, characters
 
@@ -24,21 +22,15 @@ def as_text(data: Mapping[str, Any], room: int | None = None) -> str:
     snapshot = read_snapshot(data)
     verdict = verdict_on(snapshot)
     run, *rows = ((row.label, row.text) for row in rows_of(snapshot, STATUS))
-    judged = [("verdict", verdict.word.upper()), *(("", reason) for reason in _reasons(verdict))]
+    # For a run that waits or has ended, `state` has the reason.
+    reasons = verdict.first(REASONS) if verdict.word == "degraded" else []
+    judged = [("verdict", verdict.word.upper()), *(("", reason) for reason in reasons)]
     lines = [f"{label:<12}{text}" for label, text in (run, *judged, *rows)]
     if snapshot.listed:
         left = None if room is None else max(LEAST_WORKERS, room - len(lines) - 2)
         workers = sorted(snapshot.listed, key=lambda worker: worker.id)
         lines += ["", *_table(workers, left)]
     return "\n".join(lines).replace(NONE, "-")
-
-
-def _reasons(verdict: Verdict) -> Iterator[str]:
-    """The reasons of a degraded run; for one that waits or has ended, `state` has the reason."""
-    if verdict.word == "degraded":
-        yield from verdict.reasons[:REASONS]
-        if (more := len(verdict.reasons) - REASONS) > 0:
-            yield f"and {more} more"
 
 
 def _table(workers: Sequence[Worker], most: int | None) -> list[str]:

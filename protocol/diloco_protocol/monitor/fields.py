@@ -3,17 +3,14 @@
 A field has a path in its record, a label, a unit and a format (a name of `quantities.FORMATS`). `row`
 is its row in `diloco-broker status`, `diloco-top` and the dashboard, `title` its column in tables of
 workers, `metric` its name in the exporter; `is_setting`: the history records it and the report lists it.
-`shown` derives from these the displays that show the field.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot
+from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot, Totals
 from diloco_protocol.quantities import (
     FORMATS,
     byte_size,
@@ -25,7 +22,7 @@ from diloco_protocol.quantities import (
     scaled,
 )
 
-STATUS, TOP, DASHBOARD, EXPORTER, REPORT = "status", "top", "dashboard", "exporter", "report"
+STATUS, TOP, DASHBOARD, REPORT = "status", "top", "dashboard", "report"
 SCREENS = (STATUS, TOP, DASHBOARD)
 LARGE = (TOP, DASHBOARD)  # `status` shows a run on 24 lines
 GOOD, UNEASY, BAD = "good", "uneasy", "bad"  # tones; "" is none
@@ -61,13 +58,6 @@ class Field:
     measure: Callable[[Any], float | None] | None = None
     is_setting: bool = False
     displays: tuple[str, ...] = SCREENS  # that show its row or column
-
-    @property
-    def shown(self) -> frozenset[str]:
-        """The displays that show it."""
-        found = [*(self.displays if self.row or self.title else ())]
-        found += [EXPORTER] * bool(self.metric) + [REPORT] * self.is_setting
-        return frozenset(found)
 
     def value(self, record: Any) -> Any:
         """The value at its path; None if a record on the path is None."""
@@ -139,6 +129,13 @@ def _of_round(say: Callable[[Snapshot, Round], str]) -> Callable[[Snapshot], str
     """Text about the open round; empty before the first."""
     return lambda snapshot: (
         say(snapshot, snapshot.round) if snapshot.round and has_round(snapshot) else ""
+    )
+
+
+def _in_round(measure: Callable[[Round], float]) -> Callable[[Snapshot], float | None]:
+    """A figure of the open round; None before the first."""
+    return lambda snapshot: (
+        measure(snapshot.round) if snapshot.round and has_round(snapshot) else None
     )
 
 
@@ -325,15 +322,15 @@ def _standby(snapshot: Snapshot) -> Part:
     return Part(f"lease of {of.lease_s:g} s {held}, {heard}", "" if of.holds_lease else BAD)
 
 
-def _reasons(snapshot: Snapshot) -> str:
-    # The values of a mapping in the feed are not validated.
-    counted = ((code, n) for code, n in snapshot.totals.refused.items() if isinstance(n, int))
-    most = sorted(counted, key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in most)
+def refusals(totals: Totals) -> dict[str, int]:
+    """Rejected work by reason. The values of a mapping in the feed are not validated."""
+    return {code: count for code, count in totals.refused.items() if isinstance(count, int)}
 
 
 def _rejected(snapshot: Snapshot) -> Part:
-    count, why = snapshot.totals.rejected, _reasons(snapshot)
+    count, reasons = snapshot.totals.rejected, refusals(snapshot.totals).items()
+    most = sorted(reasons, key=lambda item: (-item[1], item[0]))
+    why = ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in most)
     said = f"{count:,}: {why}" if why else f"{count:,}"
     return Part(said, UNEASY if count else "")
 
@@ -366,12 +363,21 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         row="security", say=lambda s: _SECURITY.get(s.security), metric="broker_insecure",
         measure=lambda s: s.security == INSECURE if s.security else None),
 
-    Field("round", "Round", row="round",
-        say=_of_round(lambda _, now: f"{now.number} {now.phase} for {duration(now.age_s)}")),
-    Field("round.fragment", "Fragment of the round", row="round",
-        say=_of_round(lambda s, now: f"fragment {now.fragment}" * (len(s.fragments) > 1))),
-    Field("round.arrived", "Arrived", row="round",
-        say=_of_round(lambda _, now: f"{len(now.arrived)} of {len(now.expected)} arrived")),
+    Field("round", "Round", "Round that is open or closing.", row="round",
+        say=_of_round(lambda _, now: f"{now.number} {now.phase} for {duration(now.age_s)}"),
+        metric="round_number", measure=_in_round(lambda now: now.number)),
+    Field("round.age_s", "Round open for", "Time since the round opened.", "duration",
+        metric="round_age_seconds", measure=_in_round(lambda now: now.age_s)),
+    Field("round.phase", "Phase", "1 if the round is closing, 0 if it is open.", "text",
+        metric="round_closing", measure=_in_round(lambda now: now.phase == "closing")),
+    Field("round.fragment", "Fragment of the round", "Fragment that the round concerns.", row="round",
+        say=_of_round(lambda s, now: f"fragment {now.fragment}" * (len(s.fragments) > 1)),
+        metric="round_fragment", measure=_in_round(lambda now: now.fragment)),
+    Field("round.expected", "Expected", "Workers that the round expects.", "names",
+        metric="round_workers_expected", measure=_in_round(lambda now: len(now.expected))),
+    Field("round.arrived", "Arrived", "Workers whose push has begun.", row="round",
+        say=_of_round(lambda _, now: f"{len(now.arrived)} of {len(now.expected)} arrived"),
+        metric="round_workers_arrived", measure=_in_round(lambda now: len(now.arrived))),
     Field("applied", "Applied", row="pushes",
         say=_when_async("{} applied", lambda s: sum(f.gradients for f in s.fragments))),
     Field("reducer.submissions", "In progress",
@@ -381,10 +387,13 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("reducer.waiting", "Waiting for a slot", "Submissions that wait for a slot.", row="pushes",
         say=_when_async("{} waiting for a slot", lambda s: s.reducer.waiting),
         metric="waiting_submissions"),
-    Field("missing", "Missing", row="round", say=lambda s: _named(s, "missing", s.missing)),
+    Field("missing", "Missing", "Workers that the round waits for.", row="round",
+        say=lambda s: _named(s, "missing", s.missing),
+        metric="round_workers_missing", measure=_in_round(lambda now: len(now.missing))),
     Field("training", "Training", row="round", say=lambda s: _named(s, "training", s.training)),
-    Field("round.floor", "Least contributions", row="round",
-        say=_of_round(lambda _, now: f"needs {now.floor}" if now.floor else "")),
+    Field("round.floor", "Least contributions", "Workers below which the round stays open.",
+        row="round", say=_of_round(lambda _, now: f"needs {now.floor}" if now.floor else ""),
+        metric="round_workers_floor", measure=_in_round(lambda now: now.floor)),
     Field("why.reason", "Waits for", row="round", say=_of_round(lambda s, _: _why(s))),
 
     Field("counts.alive", "Workers alive", "Workers that are alive.", row="workers",
@@ -607,24 +616,6 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         displays=LARGE, phrase="rss {}", metric="broker_resident_memory_bytes"),
 )
 
-# Of the open round; absent while there is none.
-OF_ROUND: tuple[Field, ...] = (
-    Field("number", "Round", "Round that is open or closing.", metric="round_number"),
-    Field("fragment", "Fragment of the round", "Fragment that the round concerns.",
-        metric="round_fragment"),
-    Field("age_s", "Round open for", "Time since the round opened.", metric="round_age_seconds"),
-    Field("phase", "Phase", "1 if the round is closing, 0 if it is open.", metric="round_closing",
-        measure=lambda of: of.phase == "closing"),
-    Field("expected", "Expected", "Workers that the round expects.", metric="round_workers_expected",
-        measure=lambda of: len(of.expected)),
-    Field("arrived", "Arrived", "Workers whose push has begun.", metric="round_workers_arrived",
-        measure=lambda of: len(of.arrived)),
-    Field("missing", "Missing", "Workers that the round waits for.", metric="round_workers_missing",
-        measure=lambda of: len(of.missing)),
-    Field("floor", "Least contributions", "Workers below which the round stays open.",
-        metric="round_workers_floor"),
-)
-
 OF_FRAGMENT: tuple[Field, ...] = (
     Field("version", "Version", "Counter of the fragment's newest version.",
         metric="fragment_version"),
@@ -782,15 +773,6 @@ OF_WORKER: tuple[Field, ...] = (
 )
 # fmt: on
 
-TABLES: dict[str, tuple[Field, ...]] = {
-    "snapshot": OF_SNAPSHOT,
-    "round": OF_ROUND,
-    "fragments": OF_FRAGMENT,
-    "orders": OF_ORDER,
-    "data_sets": OF_DATA_SET,
-    "relays": OF_RELAY,
-    "workers": OF_WORKER,
-}
 SETTINGS = {field.path: field for field in OF_SNAPSHOT if field.is_setting}
 
 

@@ -3,8 +3,6 @@
 `diloco-broker status` and `diloco-top` show the rows as lines, the page as a list.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The verdict on a run, with reasons: the same for every display, metric and exit code. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,12 @@ class Verdict:
     def healthy(self) -> bool:
         """No problem, and training needs no intervention to continue."""
         return self.word in ("healthy", "ended")
+
+    def first(self, most: int) -> list[str]:
+        """The reasons; of more than `most` the first, and in place of the others their number."""
+        if len(self.reasons) <= most:
+            return list(self.reasons)
+        return [*self.reasons[: most - 1], f"and {len(self.reasons) - most + 1} more"]
 
 
 def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:

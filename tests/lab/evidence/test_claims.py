@@ -20,10 +20,6 @@ from kit.evidence_trials import a_result
 pytestmark = pytest.mark.timeout(300)  # seconds: processes load torch, one after the other
 
 
-def finding(values: list[float], relation: Relation) -> Finding:
-    return Finding(Claim("it is so", relation, lambda _: values), values)
-
-
 @pytest.mark.parametrize(
     ("values", "relation", "verdict"),
     [
@@ -47,7 +43,8 @@ def finding(values: list[float], relation: Relation) -> Finding:
 def test_claim_is_shown_when_the_mean_keeps_to_it_also_one_error_on(
     values: list[float], relation: Relation, verdict: str
 ) -> None:
-    assert finding(values, relation).verdict == verdict
+    claim = Claim("it is so", relation, lambda _: values)
+    assert Finding(claim, values).verdict == verdict
 
 
 def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> None:

@@ -16,9 +16,10 @@ from diloco_lab.network.lan import grid
 from diloco_lab.network.lan.grid import INT4Z, USUAL, LanFile, Measurement, Part
 from diloco_lab.network.lan.measuring import measure
 from diloco_lab.network.lan.tables import KEYS, blocks
-from diloco_lab.network.namespaces import NoNetwork, Place, network, one_switch, several_sites
+from diloco_lab.network.namespaces import Place, one_switch, several_sites
 from diloco_lab.network.sites import tables as sites
 from diloco_lab.network.sites.rounds import rounds
+from kit.limited_networks import network_or_skip
 from kit.paths import LAB, ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -26,26 +27,24 @@ SHOWN = {WHERE, "sync", "streaming", "mixed"}  # the terminal shows all
 TINY = "0.4M"
 
 
-def a_round(**changes: object) -> Measurement:
-    """10M parameters, one worker, bf16 up and fp32 down at 1 Gb/s: 40 MB that take 0.32 s, and 0.4 s."""
-    usual = Measurement(
-        kind="round",
-        parameters=10**7,
-        workers=1,
-        wire_dtype="bf16",
-        reply_dtype="fp32",
-        broker_bits_per_s=1e9,
-        worker_bits_per_s=(1e9,),
-        round_trip_s=1e-4,
-        seconds=(0.4,),
-        line_seconds=0.32,
-        bytes_up=2e7,
-        bytes_down=4e7,
-        broker_cpu_s=0.1,
-        worker_cpu_s=0.2,
-        at="2026-01-01T00:00:00+00:00",
-    )
-    return replace(usual, **changes)  # type: ignore[arg-type]  # by name
+# 10M parameters, one worker, bf16 up and fp32 down at 1 Gb/s: 40 MB that take 0.32 s, and 0.4 s.
+A_ROUND = Measurement(
+    kind="round",
+    parameters=10**7,
+    workers=1,
+    wire_dtype="bf16",
+    reply_dtype="fp32",
+    broker_bits_per_s=1e9,
+    worker_bits_per_s=(1e9,),
+    round_trip_s=1e-4,
+    seconds=(0.4,),
+    line_seconds=0.32,
+    bytes_up=2e7,
+    bytes_down=4e7,
+    broker_cpu_s=0.1,
+    worker_cpu_s=0.2,
+    at="2026-01-01T00:00:00+00:00",
+)
 
 
 def a_file(*measurements: Measurement) -> LanFile:
@@ -54,27 +53,23 @@ def a_file(*measurements: Measurement) -> LanFile:
     )
 
 
-def a_round_of_sites(**changes: object) -> sites.Measurement:
-    usual = sites.Measurement(
-        way="star",
-        parameters=10**7,
-        sites=2,
-        workers=6,
-        wire_dtype="bf16",
-        reply_dtype="fp32",
-        wan_bits_per_s=5e7,
-        delay_s=0.04,
-        seconds=(30.0,),
-        bytes_up=1.2e8,
-        bytes_down=2.4e8,
-        averaged=6,
-        load=0.1,
-        at="2026-01-01T00:00:00+00:00",
-    )
-    return replace(usual, **changes)  # type: ignore[arg-type]  # by name
-
-
-RELAYS = a_round_of_sites(way="relays", seconds=(12.0,), bytes_up=4e7, bytes_down=8e7)
+A_ROUND_OF_SITES = sites.Measurement(
+    way="star",
+    parameters=10**7,
+    sites=2,
+    workers=6,
+    wire_dtype="bf16",
+    reply_dtype="fp32",
+    wan_bits_per_s=5e7,
+    delay_s=0.04,
+    seconds=(30.0,),
+    bytes_up=1.2e8,
+    bytes_down=2.4e8,
+    averaged=6,
+    load=0.1,
+    at="2026-01-01T00:00:00+00:00",
+)
+RELAYS = replace(A_ROUND_OF_SITES, way="relays", seconds=(12.0,), bytes_up=4e7, bytes_down=8e7)
 A_LOSS = sites.Loss("relay killed", 9.0, 2.0, None, 6, "2026-01-01T00:01:00+00:00")
 COMMAND = "python -m diloco_lab.network sites"
 
@@ -82,8 +77,10 @@ COMMAND = "python -m diloco_lab.network sites"
 @pytest.mark.parametrize(
     "found",
     [
-        a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,))),
-        sites.SitesFile(COMMAND, {"cores": 2}, (a_round_of_sites(), RELAYS), (A_LOSS,)),
+        a_file(
+            A_ROUND, replace(A_ROUND, kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,))
+        ),
+        sites.SitesFile(COMMAND, {"cores": 2}, (A_ROUND_OF_SITES, RELAYS), (A_LOSS,)),
     ],
     ids=["lan", "sites"],
 )
@@ -112,7 +109,7 @@ def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
 
 def test_other_measurements_change_the_page_between_its_marks_only() -> None:
     before = "Words.\n<!-- table: lan/sync -->\n| 1M | 7 s |\n<!-- end -->\nMore.\n"
-    after = filled(before, blocks(a_file(a_round(workers=2, seconds=(0.5,)))), "lan")
+    after = filled(before, blocks(a_file(replace(A_ROUND, workers=2, seconds=(0.5,)))), "lan")
     assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
     assert after.startswith("Words.\n<!-- table: lan/sync -->\n") and after.endswith("-->\nMore.\n")
     assert "1M | 7 s" not in after
@@ -131,7 +128,7 @@ def test_command_without_root_says_why_it_measures_nothing(
 
 def test_page_is_written_without_measuring(tmp_path: Path) -> None:
     file, written = tmp_path / "lan.json", tmp_path / "page.md"
-    file.write_text(text_of(a_file(a_round(workers=2))))
+    file.write_text(text_of(a_file(replace(A_ROUND, workers=2))))
     written.write_text("<!-- table: lan/sync -->\n<!-- end -->\n")
     assert (
         CliRunner().invoke(app, ["lan", "--page", str(written), "--into", str(file)]).exit_code == 0
@@ -157,12 +154,9 @@ def test_option_that_cannot_work_gets_a_sentence(options: list[str], sentence: s
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """Lines for three workers, or the test is skipped with the reason why there are none."""
-    try:
-        with network(one_switch(3)) as made, ProcessPool(tmp_path, 1) as pool:
-            yield Place(made, pool)
-    except NoNetwork as error:
-        pytest.skip(str(error))
+    """Lines for three workers."""
+    with network_or_skip(one_switch(3)) as made, ProcessPool(tmp_path, 1) as pool:
+        yield Place(made, pool)
 
 
 @pytest.mark.timeout(200)
@@ -202,16 +196,13 @@ def test_slow_worker_comes_to_its_end_beside_fast_ones(
 @pytest.mark.slow
 def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
     """Three workers at each site: by the token buckets, with all headers."""
-    try:
-        members = several_sites(2, 3)
-        with (
-            network(members, folder=tmp_path, delay_s=0.01) as made,
-            ProcessPool(tmp_path, 0) as pool,
-        ):
-            place = Place(made, pool)
-            found = {each.way: each for each in rounds(place, "0.4M", ("bf16", "fp32"), 1)}
-    except NoNetwork as error:
-        pytest.skip(str(error))
+    members = several_sites(2, 3)
+    with (
+        network_or_skip(members, folder=tmp_path, delay_s=0.01) as made,
+        ProcessPool(tmp_path, 0) as pool,
+    ):
+        place = Place(made, pool)
+        found = {each.way: each for each in rounds(place, "0.4M", ("bf16", "fp32"), 1)}
     assert found["star"].averaged == found["relays"].averaged == 6
     assert found["star"].bytes_up / found["relays"].bytes_up == pytest.approx(3, rel=0.15)
     assert found["star"].bytes_down / found["relays"].bytes_down == pytest.approx(3, rel=0.15)

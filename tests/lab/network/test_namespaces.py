@@ -24,6 +24,7 @@ from diloco_lab.network.namespaces import (
     several_sites,
     why_not,
 )
+from kit.limited_networks import network_or_skip
 
 MOVED = 300_000  # bytes: some times what a line lets through at once
 # Takes all bytes that come to port 1000, of one connection, and answers with how many they were.
@@ -60,25 +61,16 @@ DELAY_S = 0.03
 
 @contextlib.contextmanager
 def a_network(workers: int = 1, **rates: float) -> Iterator[Network]:
-    """One switch, or the test is skipped with the reason why there is none."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(network(one_switch(workers)))
-        except NoNetwork as error:
-            pytest.skip(str(error))
+    """One switch."""
+    with network_or_skip(one_switch(workers)) as made:
         made.set_rates({name.replace("_", "-"): rate for name, rate in rates.items()})
         yield made
 
 
 @contextlib.contextmanager
 def two_sites(folder: Path) -> Iterator[Network]:
-    """Two sites of one worker behind slow lines, or the test is skipped with the reason."""
-    with contextlib.ExitStack() as stack:
-        try:
-            members = several_sites(2, 1)
-            made = stack.enter_context(network(members, folder=folder, delay_s=DELAY_S))
-        except NoNetwork as error:
-            pytest.skip(str(error))
+    """Two sites of one worker behind slow lines."""
+    with network_or_skip(several_sites(2, 1), folder=folder, delay_s=DELAY_S) as made:
         made.set_wan(2e7)
         yield made
 

@@ -1,7 +1,5 @@
 """Relays, failures, memory and the search: what follows from rounds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

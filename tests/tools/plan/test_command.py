@@ -1,7 +1,5 @@
 """What the command takes, shows and draws, and the table of its page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What flows get of a line that they share, in exact numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

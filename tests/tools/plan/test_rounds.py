@@ -1,7 +1,5 @@
 """What rounds take on given lines: small cases by hand, and how answers hang together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

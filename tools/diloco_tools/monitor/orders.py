@@ -1,7 +1,5 @@
 """The commands that `diloco-top` and the dashboard offer, with the question before each. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

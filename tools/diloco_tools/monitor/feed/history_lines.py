@@ -2,23 +2,55 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.feed import FEED_VERSION, MalformedFeedError, Round, Snapshot, read_snapshot
+from diloco_protocol.feed import (
+    FEED_VERSION,
+    FeedError,
+    MalformedFeedError,
+    Round,
+    Snapshot,
+    read_snapshot,
+)
 from diloco_protocol.printable import printable_all
 from diloco_protocol.records import from_plain
 
+HISTORY = "history.jsonl"  # in the folder that the broker saves to
+GIVE = "give the history.jsonl in the folder that diloco-broker serve saves to"
 MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
 MAX_LINE_BYTES = 4 << 20  # a round of ten thousand workers fits
 
 # Keys of a start line beside its settings, and keys that are never settings.
 OF_START = ("run", "version", "mode", "control", "model")
 NO_SETTINGS = {"round", "last_round", "counts", "fragments", "totals", "loop", "workers"}
+
+
+def history_of(given: Path) -> Path:
+    """The given history, or the one in a run's folder."""
+    return given / HISTORY if given.is_dir() else given
+
+
+def read_lines(path: Path, take: Callable[[bytes], None]) -> int:
+    """Pass each line to `take`; returns how many it rejected as malformed.
+
+    Raises:
+        FeedError: the file is missing or cannot be read.
+    """
+    damaged = 0
+    try:
+        for text in texts_of(path):
+            try:
+                take(text)
+            except (MalformedFeedError, ProtocolError):
+                damaged += 1
+    except OSError as error:
+        raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
+    return damaged
 
 
 def texts_of(path: Path) -> Iterator[bytes]:
@@ -86,8 +118,6 @@ def line_of(text: bytes, before: Line | None) -> Line | None:
 
 def checked(text: bytes) -> dict[str, Any]:
     """The JSON of a line, whose kind, time and epoch are valid. Raises MalformedFeedError."""
-    if len(text) > MAX_LINE_BYTES:
-        raise MalformedFeedError(f"a line of {len(text)} bytes")
     document = parsed(text)
     kind, at, epoch = (document.get(key) for key in ("kind", "at", "epoch"))
     if not isinstance(kind, str) or not isinstance(epoch, str):
@@ -98,6 +128,8 @@ def checked(text: bytes) -> dict[str, Any]:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
+    if len(text) > MAX_LINE_BYTES:
+        raise MalformedFeedError(f"a line of {len(text)} bytes")
     try:
         document = printable_all(json.loads(text))
     except (ValueError, RecursionError) as error:

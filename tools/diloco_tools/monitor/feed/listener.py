@@ -144,62 +144,6 @@ class FeedSubscriber:
         self.close()
 
 
-class Listener(threading.Thread):
-    """Passes each snapshot to `take` and each error to `complain`, both called in this thread.
-
-    An error is repeated after `RENEW_AFTER_S`, or when another error or a snapshot came in between.
-    """
-
-    def __init__(
-        self,
-        feed: FeedSubscriber,
-        take: Callable[[Snapshot], None],
-        complain: Callable[[FeedError], None],
-    ) -> None:
-        super().__init__(name="feed", daemon=True)
-        self.feed = feed
-        self._take, self._complain = take, complain
-        self.other_versions = 0  # snapshots of another feed version
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Until `stop`."""
-        unreadable, said, said_at = 0, "", 0.0
-        with self.feed as feed:
-            while not self._ended.is_set():
-                complaint: FeedError | None = None
-                try:
-                    if (snapshot := feed.receive(POLL_S)) is not None:
-                        self._take(snapshot)
-                        said = ""
-                except FeedRefusedError as error:
-                    complaint = error
-                except FeedError as error:  # another version: the next broker may have ours
-                    complaint = error
-                    self.other_versions += 1
-                if feed.malformed > unreadable:
-                    unreadable = feed.malformed
-                    complaint = complaint or MalformedFeedError(
-                        f"{unreadable} unreadable snapshots, the last: {feed.last_error}"
-                    )
-                now = time.monotonic()
-                if complaint and (str(complaint) != said or now - said_at >= RENEW_AFTER_S):
-                    said, said_at = str(complaint), now
-                    self._complain(complaint)
-
-    def stop(self) -> None:
-        """Have the thread end within `POLL_S`."""
-        self._ended.set()
-
-    def close(self) -> None:
-        """End the thread, or the connection of one that never started. Idempotent."""
-        self.stop()
-        if self.ident is None:
-            self.feed.close()
-        else:
-            self.join()
-
-
 @dataclass(frozen=True)
 class Reading:
     """The state of a feed at `now`, seconds of the clock of its model."""
@@ -227,51 +171,83 @@ class Reading:
         return f"the broker has sent nothing for {age:.0f} s" if is_silent else None
 
 
-class FeedWatcher(Listener):
-    """A context manager that keeps the newest snapshot; `read` may be called in any thread.
+class Listener(threading.Thread):
+    """Keeps the newest snapshot of a feed; a context manager. `read` may be called in any thread.
 
-    `complain` is called as by `Listener`; `note` with each newer snapshot and its time by the clock of
-    the model, while `lock` is held.
-
-    Raises:
-        FeedAddressError: the address is invalid.
+    Each newer snapshot is passed to `take` while `lock` is held, and each error to `complain`, both in
+    this thread. An error is repeated after `RENEW_AFTER_S`, or when another error or a snapshot came in
+    between.
     """
 
     def __init__(
         self,
-        address: str,
+        feed: FeedSubscriber,
+        take: Callable[[Snapshot], None],
         complain: Callable[[FeedError], None],
-        note: Callable[[Snapshot, float], None] = lambda snapshot, now: None,
-        keys: Keys | None = None,
     ) -> None:
-        super().__init__(FeedSubscriber(address, keys=keys), self._hear, self._cannot_take)
-        self.address = self.feed.address
+        super().__init__(name="feed", daemon=True)
+        self.feed, self.address = feed, feed.address
         self.lock = threading.Lock()
         self.model = FeedModel()
         self.received = 0
-        self._note, self._tell = note, complain
+        self._take, self._complain = take, complain
+        self._other_versions = 0  # snapshots of another feed version
+        self._ended = threading.Event()
 
-    def __enter__(self) -> "FeedWatcher":
+    def run(self) -> None:
+        """Until `stop`."""
+        unreadable, said, said_at = 0, "", 0.0
+        with self.feed as feed:
+            while not self._ended.is_set():
+                complaint: FeedError | None = None
+                try:
+                    if (snapshot := feed.receive(POLL_S)) is not None:
+                        self._hear(snapshot)
+                        said = ""
+                except FeedRefusedError as error:
+                    complaint = error
+                except FeedError as error:  # another version: the next broker may have ours
+                    complaint = error
+                    self._other_versions += 1
+                if feed.malformed > unreadable:
+                    unreadable = feed.malformed
+                    complaint = complaint or MalformedFeedError(
+                        f"{unreadable} unreadable snapshots, the last: {feed.last_error}"
+                    )
+                now = time.monotonic()
+                if complaint and (str(complaint) != said or now - said_at >= RENEW_AFTER_S):
+                    said, said_at = str(complaint), now
+                    with self.lock:
+                        self.model.cannot_read(complaint)
+                    self._complain(complaint)
+
+    def _hear(self, snapshot: Snapshot) -> None:
+        with self.lock:
+            if self.model.update(snapshot, time.monotonic()):
+                self.received += 1
+                self._take(snapshot)
+
+    def read(self) -> Reading:
+        """The state of the feed now."""
+        unreadable = self.feed.malformed + self._other_versions
+        with self.lock:
+            return Reading(replace(self.model), time.monotonic(), self.received, unreadable)
+
+    def stop(self) -> None:
+        """Have the thread end within `POLL_S`."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """End the thread, or the connection of one that never started. Idempotent."""
+        self.stop()
+        if self.ident is None:
+            self.feed.close()
+        else:
+            self.join()
+
+    def __enter__(self) -> "Listener":
         self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def read(self) -> Reading:
-        """The state of the feed now."""
-        unreadable = self.feed.malformed + self.other_versions
-        with self.lock:
-            return Reading(replace(self.model), time.monotonic(), self.received, unreadable)
-
-    def _hear(self, snapshot: Snapshot) -> None:
-        with self.lock:
-            now = time.monotonic()
-            if self.model.update(snapshot, now):
-                self.received += 1
-                self._note(snapshot, now)
-
-    def _cannot_take(self, error: FeedError) -> None:
-        with self.lock:
-            self.model.cannot_read(error)
-        self._tell(error)

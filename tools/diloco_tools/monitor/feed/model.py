@@ -20,15 +20,18 @@ T = TypeVar("T")
 
 LIVE_BELOW_S = 3.0  # two lost snapshots, of one a second, do not show
 STALE_ABOVE_S = 10.0  # the broker or the network is down: the display is outdated
-# fmt: off
 AGES = {
-    "age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "heard_age_s", "silent_s",
+    "age_s",
+    "beat_age_s",
+    "sync_age_s",
+    "inner_age_s",
+    "paused_for_s",
+    "heard_age_s",
+    "silent_s",
 }
-# fmt: on
-
 SCALARS = frozenset({str, int, float, bool})
 HEARTBEAT_S = (
-    30.0  # between two heartbeats, if the broker's timeout is at least three times as long
+    30.0  # between two heartbeats, if the broker's timeout is three times as long or longer
 )
 SLACK = 1.5  # heartbeat intervals after which a worker is silent
 

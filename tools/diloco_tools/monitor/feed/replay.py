@@ -22,18 +22,19 @@ from diloco_protocol import feed
 from diloco_protocol.feed import Fragment, Snapshot, Worker
 from diloco_protocol.records import to_plain
 from diloco_tools.monitor.feed.history_lines import (
+    GIVE,
     Line,
     checked,
+    history_of,
     line_of,
     parsed,
+    read_lines,
     snapshot_of,
     texts_of,
 )
 
-HISTORY = "history.jsonl"  # in the folder that the broker saves to
 EVENTS = 20  # in a snapshot, as in the feed
 LOOK_BACK = 400  # rounds searched for the last work of each worker and fragment
-GIVE = "give the history.jsonl in the folder that diloco-broker serve saves to"
 LINES_KEPT = 512  # parsed, so that stepping through a history parses each line about once
 
 
@@ -162,20 +163,13 @@ def read_history(path: Path) -> History:
     Raises:
         FeedError: the file is missing, cannot be read, or has no line of a history.
     """
-    lines: list[Line] = []
-    skipped = 0
-    try:
-        if path.is_dir():
-            path = path / HISTORY
-        for text in texts_of(path):
-            try:
-                line = line_of(text, lines[-1] if lines else None)
-            except feed.MalformedFeedError:
-                skipped += 1
-            else:
-                lines += [line] if line is not None else []
-    except OSError as error:
-        raise feed.FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
+    path, lines = history_of(path), list[Line]()
+
+    def take(text: bytes) -> None:
+        if (line := line_of(text, lines[-1] if lines else None)) is not None:
+            lines.append(line)
+
+    skipped = read_lines(path, take)
     if not lines:
         raise feed.FeedError(f"{path} has no history of a run ({skipped} damaged lines): {GIVE}")
     return History(lines, skipped)

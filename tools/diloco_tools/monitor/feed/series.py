@@ -11,14 +11,13 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from diloco_protocol.feed import LastRound, Snapshot, Totals, Worker
 from diloco_protocol.quantities import duration, figure, norm
 
-_T = TypeVar("_T")
+_Point = TypeVar("_Point", bound=tuple[Any, ...])  # its time first
 LEAST_RECENT = 4  # points that determine a scale
 MOST_SPEEDS = 20_000  # points of all workers sent to a page: some 500 kB
 LEAST_SPEEDS = 60  # of one worker
@@ -43,10 +42,7 @@ def recent_scale(values: Sequence[float]) -> tuple[float, float]:
 
 
 def off_scale(
-    points: Sequence[tuple[int, float | None]],
-    written: Callable[[float], str],
-    *,
-    is_whole: bool,
+    points: Sequence[tuple[int, float | None]], written: Callable[[float], str], *, is_whole: bool
 ) -> tuple[float, float, str] | None:
     """The scale of a plot over rounds, and the rounds off it as a sentence; None without a point.
 
@@ -72,8 +68,7 @@ def off_scale(
     return low, high, f"Off the scale: {which} with {lowest}{span}."
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """Bytes a second to the broker and from it, over an interval that ended at `at`."""
 
     at: float
@@ -185,12 +180,12 @@ class RunSeries:
             scales: of all points, see `off_scale`
         """
 
-        def points(kept: Sequence[_T], time_of: Callable[[_T], float]) -> Sequence[_T]:
-            return kept[bisect_right(kept, after, key=time_of) :]
+        def points(kept: Sequence[_Point]) -> Sequence[_Point]:
+            return kept[bisect_right(kept, after, key=itemgetter(0)) :]
 
         each = max(LEAST_SPEEDS, MOST_SPEEDS // max(1, len(self.speeds)))
         speeds = {
-            name: [(at - now, speed) for at, speed in spread(points(kept, itemgetter(0)), each)]
+            name: [(at - now, speed) for at, speed in spread(points(kept), each)]
             for name, kept in self.speeds.items()
         }
         rounds: list[tuple[float, LastRound]] = []
@@ -212,9 +207,9 @@ class RunSeries:
             },
             "rounds": [
                 (at - now, r.number, r.seconds, r.averaged, r.loss, r.delta_norm, r.staleness)
-                for at, r in points(rounds, itemgetter(0))
+                for at, r in points(rounds)
             ],
-            "network": [(r.at - now, r.up, r.down) for r in points(self.network, attrgetter("at"))],
+            "network": [(r.at - now, r.up, r.down) for r in points(self.network)],
             "speeds": {name: kept for name, kept in speeds.items() if kept},
         }
 
@@ -232,7 +227,7 @@ class RunSeries:
             self.speeds[name] = []
         return [worker for name, worker in here.items() if name in self.speeds]
 
-    def _keep(self, kept: list[_T], new: _T) -> None:
+    def _keep(self, kept: list[_Point], new: _Point) -> None:
         kept.append(new)
         del kept[: -self._points]
 
@@ -240,15 +235,15 @@ class RunSeries:
 class WholeSeries(RunSeries):
     """The figures of a complete run: thinned, keeping the extremes of each stretch."""
 
-    def _keep(self, kept: list[_T], new: _T) -> None:
+    def _keep(self, kept: list[_Point], new: _Point) -> None:
         kept.append(new)
         if len(kept) >= 2 * self._points:
             kept[:] = _thinned(kept)
 
 
-def _thinned(points: Sequence[_T], length: int = 16) -> list[_T]:
+def _thinned(points: Sequence[_Point], length: int = 16) -> list[_Point]:
     """Of each `length` points the first, and those with the least and the greatest of each value."""
-    kept: list[_T] = []
+    kept: list[_Point] = []
     for start in range(0, len(points), length):
         part = points[start : start + length]
         places = {0}
@@ -262,15 +257,13 @@ def _thinned(points: Sequence[_T], length: int = 16) -> list[_T]:
 
 def _values(point: Any) -> tuple[float | None, ...]:
     """The values of a point that a plot shows."""
-    if isinstance(point, Rate):
-        return (point.up, point.down)
     value = point[1]
-    return (
-        (value.seconds, value.loss, value.delta_norm) if isinstance(value, LastRound) else (value,)
-    )
+    if isinstance(value, LastRound):
+        return value.seconds, value.loss, value.delta_norm
+    return tuple(point[1:])
 
 
-def spread(points: Sequence[_T], most: int) -> Sequence[_T]:
+def spread(points: Sequence[_Point], most: int) -> Sequence[_Point]:
     """At most `most` of the points, evenly spaced, including the newest."""
     stride = -(-len(points) // most) or 1
     return points[(len(points) - 1) % stride :: stride]

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -19,11 +19,19 @@ from diloco_protocol.clients.command_line import (
 )
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
-from diloco_tools.monitor.feed.listener import FeedWatcher
-from diloco_tools.terminal import HostOption, KeysOption, check_host, fail, keys_of
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
+from diloco_tools.terminal import (
+    HostOption,
+    InsecureOption,
+    KeysOption,
+    check_host,
+    fail,
+    keys_of,
+    listen,
+)
 
+COMMAND = "diloco-exporter"
 DEFAULT_PORT = 9512
-CANNOT_START = 2
 # A broker publishes every second, also while it saves and steps; a `torch.optim` outer optimizer over a
 # large model may block it for seconds.
 DEAD_AFTER_S = 30.0
@@ -61,17 +69,10 @@ def exporter(
         int, typer.Option(min=0, help="Workers with series of their own; others are only counted.")
     ] = 200,
     dead_after: Annotated[
-        float,
-        typer.Option(min=1.0, help="Seconds of silence after which /healthz returns 503."),
+        float, typer.Option(min=1.0, help="Seconds of silence after which /healthz returns 503.")
     ] = DEAD_AFTER_S,
     keys: KeysOption = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Listen on an address that other machines reach; all of them can read the metrics.",
-        ),
-    ] = False,
+    insecure: InsecureOption = False,
 ) -> None:
     """Export the state of a DiLoCo run to Prometheus.
 
@@ -83,7 +84,7 @@ def exporter(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise
-        _fail("prometheus-client is not installed: pip install 'diloco-broker[prometheus]'")
+        fail(COMMAND, "prometheus-client is not installed: pip install 'diloco-broker[prometheus]'")
     said = ""
 
     def complain(error: FeedError) -> None:
@@ -93,39 +94,34 @@ def exporter(
             said = str(error)
             print(f"diloco-exporter: {said}", file=sys.stderr, flush=True)
 
-    def note(_snapshot: Snapshot, _now: float) -> None:
+    def note(_: Snapshot) -> None:
         nonlocal said
         said = ""
 
     try:
         check_host(host, DEFAULT_PORT, insecure=insecure)
         key = keys_of(keys, steers=False)
-        watcher = FeedWatcher(feed_of(address, feed, broker, key), complain, note, key)
+        subscriber = FeedSubscriber(feed_of(address, feed, broker, key), keys=key)
     except (FeedError, UsageError) as error:
-        _fail(str(error))
-    collector = RunCollector(watcher.read, importlib.metadata.version("diloco-broker"), max_workers)
-    with watcher:
-        try:
-            server = MetricsServer(
-                host, port, collector, lambda: watcher.read().why_dead(dead_after)
-            )
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            _fail(
-                f"cannot listen on {host!a} port {port} ({reason}): use an address of this machine "
-                "with --host and a free port with --port, or --port 0"
-            )
-        with server:
+        fail(COMMAND, error)
+    listener = Listener(subscriber, note, complain)
+
+    def why_dead() -> str | None:
+        return listener.read().why_dead(dead_after)
+
+    collector = RunCollector(
+        listener.read, importlib.metadata.version("diloco-broker"), max_workers
+    )
+    with listener:
+        listening = listen(COMMAND, host, port)
+        with MetricsServer(listening, collector, why_dead) as server:
             threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
             print(
-                f"diloco-exporter: {server.url} serves the metrics of {watcher.address}", flush=True
+                f"diloco-exporter: {server.url} serves the metrics of {listener.address}",
+                flush=True,
             )
             signal.sigwait(STOP_SIGNALS)
             server.shutdown()
-
-
-def _fail(sentence: str) -> NoReturn:
-    fail("diloco-exporter", sentence, CANNOT_START)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from prometheus_client.core import Metric
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import DEAD, Snapshot, Totals
 from diloco_protocol.monitor import fields
-from diloco_protocol.monitor.fields import Field, has_round
+from diloco_protocol.monitor.fields import Field
 from diloco_tools.monitor.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -81,7 +81,6 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
         ("code",),
         _one("refused_pushes_total", "Work of workers that the broker rejected, by reason."),
     ),
-    "round": ((), fields.OF_ROUND),
     "fragments": (("fragment",), fields.OF_FRAGMENT),
     "orders": (("action",), fields.OF_ORDER),
     "data_sets": (("data_set",), fields.OF_DATA_SET),
@@ -95,14 +94,6 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
         ),
     ),
     "workers": (("worker",), fields.OF_WORKER),
-}
-
-# Every metric by its full name, with its labels.
-METRICS = {
-    f"diloco_{field.metric}": labels
-    for labels, declared in TABLES.values()
-    for field in declared
-    if field.metric
 }
 
 
@@ -214,7 +205,6 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         "states": _by_word(STATES, {snapshot.state: 1}),
         "snapshot": {(): snapshot},
         "refused": _by_word(REASONS, _refused(snapshot.totals)),
-        "round": {(): snapshot.round} if has_round(snapshot) else {},
         "fragments": {(str(f.fragment),): f for f in snapshot.fragments[:MOST_FRAGMENTS]},
         "orders": {(o.action if o.action in ACTIONS else OTHER,): o for o in snapshot.orders},
         "data_sets": {(label_value(d.name),): d for d in snapshot.data_sets[:MOST_DATA_SETS]},
@@ -235,8 +225,7 @@ def _of_workers(snapshot: Snapshot, places: Places, now: float) -> dict[str, Rec
 
 def _refused(totals: Totals) -> Mapping[str, int]:
     """Rejected work by reason; work without a known reason counts as other."""
-    # The values of a mapping in the feed are not validated.
-    counts = Counter({code: n for code, n in totals.refused.items() if isinstance(n, int)})
+    counts = Counter(fields.refusals(totals))
     counts[OTHER] += max(0, totals.rejected - counts.total())
     return counts
 

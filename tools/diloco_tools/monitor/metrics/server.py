@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import socketserver
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -31,35 +30,22 @@ HOME = b"diloco-exporter: metrics at /metrics, health of the broker at /healthz\
 
 
 class MetricsServer(ThreadingWSGIServer):
-    """Listens at once; `serve_forever` answers. `health` returns why the broker counts as dead, or None.
-
-    Raises:
-        OSError: the address is not one of this machine, or the port is in use.
-    """
-
-    request_queue_size = 64
+    """`serve_forever` answers. `health` returns why the broker counts as dead, or None."""
 
     def __init__(
-        self, host: str, port: int, collector: Collector, health: Callable[[], str | None]
+        self, listening: socket.socket, collector: Collector, health: Callable[[], str | None]
     ) -> None:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self.address_family = family
         registry = CollectorRegistry()
         registry.register(collector)
         self._metrics: WSGIApplication = make_wsgi_app(registry)
         self._health = health
         self._since: dict[socket.socket, float] = {}  # the oldest first
-        super().__init__(address, _Handler)  # type: ignore[arg-type]
-        self.set_app(self._answer)
-
-    def server_bind(self) -> None:
-        """As in WSGIServer, without a DNS query for our own name."""
-        socketserver.TCPServer.server_bind(self)
-        host, self.server_port = self.server_address[:2]
-        self.server_name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.server_address = listening, listening.getsockname()
+        self.server_name, self.server_port = listening.getsockname()[:2]
         self.setup_environ()
+        self.set_app(self._answer)
 
     @property
     def url(self) -> str:

@@ -1,7 +1,5 @@
 """The command diloco-report."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -12,13 +10,14 @@ import typer
 from diloco_protocol.clients.command_line import App
 from diloco_protocol.feed import FeedError, json_safe
 from diloco_protocol.records import to_plain
-from diloco_tools.monitor.report.digest import history_of, read_run
+from diloco_tools.monitor.feed.history_lines import history_of
+from diloco_tools.monitor.report.digest import read_run
 from diloco_tools.monitor.report.page import page_of
 from diloco_tools.terminal import fail
 
 COMMAND = "diloco-report"
 PAGE = "report.html"
-NO_HISTORY, NOT_WRITTEN = 2, 1
+NOT_WRITTEN = 1
 
 app = App()
 
@@ -52,11 +51,11 @@ def report(
     last line.
     """
     if as_json and out is not None:
-        fail(COMMAND, "--json and --out exclude each other", NO_HISTORY)
+        fail(COMMAND, "--json and --out exclude each other")
     try:
         facts = read_run(run)
     except FeedError as error:
-        fail(COMMAND, str(error), NO_HISTORY)
+        fail(COMMAND, error)
     if as_json:
         print(json.dumps(json_safe(to_plain(facts, with_none=True)), allow_nan=False))
         return

@@ -2,8 +2,6 @@
 in one pass and in bounded memory.
 """
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections import deque
@@ -12,29 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.errors import ProtocolError
-from diloco_protocol.feed import FeedError, MalformedFeedError, Snapshot
-from diloco_protocol.quantities import plural
+from diloco_protocol.feed import FeedError, Snapshot
+from diloco_protocol.quantities import moment, plural
 from diloco_protocol.records import from_plain
 from diloco_tools.monitor.feed.history_lines import (
-    MAX_LINE_BYTES,
+    GIVE,
     checked,
+    history_of,
     parsed,
+    read_lines,
     snapshot_of,
-    texts_of,
 )
-from diloco_tools.monitor.feed.replay import GIVE, HISTORY
 from diloco_tools.monitor.feed.series import WholeSeries
 from diloco_tools.monitor.report.facts import (
-    AWAY,
-    DIED,
-    HERE,
-    KICKED,
-    LEFT,
-    OVER,
-    STOPPED,
     Action,
     Change,
+    Ended,
+    Ending,
     Event,
     Facts,
     Life,
@@ -61,7 +53,7 @@ SIGN = re.compile(
     r"(?s)(?P<name>.{1,64}?) "
     r"(?P<what>joins(?: from (?P<host>.{1,64}))?\.$|leaves: |counts as dead: |warns: )"
 )
-WENT = {"leaves: ": LEFT, "counts as dead: ": DIED}
+WENT = {"leaves: ": Ended.LEFT, "counts as dead: ": Ended.DIED}
 ROUND = re.compile(r"Round \d+ (\(fragment \d+\) )?closed in ")  # it has a line of its own
 
 
@@ -72,7 +64,7 @@ class Digest:
         self._facts = Facts()
         self._actions = tuple(actions)
         self._orders = {each.sentence for each in self._actions}  # logged as warnings
-        self._lives: list[Life] = []
+        self.lives: list[Life] = []
         self._workers: dict[str, Worker] = {}
         self._others: set[int] = set()  # hashes of names beyond `MOST_WORKERS`
         self._seconds = array("d")
@@ -84,10 +76,6 @@ class Digest:
         self._repeated = 0  # rounds with the number of an earlier one
         self._highest = -1
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._lives
-
     def take(self, document: dict[str, Any]) -> None:
         """Take one line whose kind, epoch and time are valid. Raises MalformedFeedError."""
         kind, epoch, facts = document["kind"], document["epoch"][:64], self._facts
@@ -97,9 +85,9 @@ class Digest:
         read = snapshot_of(document | {"settings": {}})
         facts.lines += 1
         at = facts.ended_at = max(facts.ended_at, float(document["at"]))
-        if not self._lives or self._lives[-1].epoch != epoch:
+        if not self.lives or self.lives[-1].epoch != epoch:
             self._begin_life(epoch, at)
-        life = self._lives[-1]
+        life = self.lives[-1]
         if kind == "start":
             self._take_start(at, epoch, read, document.get("settings"))
         elif kind == "round":
@@ -112,18 +100,18 @@ class Digest:
         life.ended_at = at
 
     def _begin_life(self, epoch: str, at: float) -> None:
-        if len(self._lives) == MOST_LIVES:
-            del self._lives[MOST_LIVES // 2]
-        self._lives.append(Life(epoch, at, at))
+        if len(self.lives) == MOST_LIVES:
+            del self.lives[MOST_LIVES // 2]
+        self.lives.append(Life(epoch, at, at))
         for worker in self._workers.values():
-            if worker.ended == HERE:
-                worker.ended = AWAY
+            if worker.ended == Ended.HERE:
+                worker.ended = Ended.AWAY
 
     def _take_start(self, at: float, epoch: str, read: Snapshot, settings: Any) -> None:
         facts = self._facts
         facts.run, facts.mode = read.run or facts.run, read.mode or facts.mode
         facts.model = read.model or facts.model
-        self._lives[-1].version = read.version
+        self.lives[-1].version = read.version
         given = {name: each for name, each in flat(settings).items() if name not in NO_SETTINGS}
         for name in sorted(given.keys() | facts.settings.keys()) if facts.settings else ():
             before, after = facts.settings.get(name), given.get(name)
@@ -192,16 +180,16 @@ class Digest:
 
     def facts(self, actions_left_out: int = 0, damaged: int = 0) -> Facts:
         """The facts, after at least one line; no `take` may follow."""
-        found, lives, last = self._facts, tuple(self._lives), self._lives[-1]
+        found, lives, last = self._facts, tuple(self.lives), self.lives[-1]
         found.began_at, found.lives, found.last_words = lives[0].began_at, lives, last.ending
         if last.ending is not None:
-            found.ending = OVER if last.is_over else STOPPED
+            found.ending = Ending.OVER if last.is_over else Ending.STOPPED
         found.bytes_up = sum(life.bytes_up for life in lives)
         found.bytes_down = sum(life.bytes_down for life in lives)
         for each in self._actions:
             kicked = self._workers.get(str(each.before)) if each.what == "kick" else None
             if kicked is not None and kicked.last_seen <= each.at:
-                kicked.went(each.at, KICKED)
+                kicked.went(each.at, Ended.KICKED)
         workers = sorted(self._workers.values(), key=lambda each: (-each.contributions, each.id))
         for worker in workers:
             worker.steps_per_s = quantile(worker.speeds, 0.5)
@@ -218,7 +206,7 @@ class Digest:
         return found
 
     def _remarks(self) -> Iterator[str]:
-        damaged, first = self._facts.damaged, self._lives[0].first
+        damaged, first = self._facts.damaged, self.lives[0].first
         if damaged:
             yield f"Skipped {plural(damaged, 'damaged line')}: a full disk or a crash truncates lines."
         if first is not None and first > 0:
@@ -230,6 +218,13 @@ class Digest:
             yield (
                 f"{plural(self._repeated, 'round')} repeated the number of an earlier one: the broker "
                 "resumed from an older version."
+            )
+        if not self._facts.rounds:
+            yield "No round closed in this history, so there are no curves."
+        if self._facts.ending == Ending.OPEN:
+            yield (
+                f"The history ends at {moment(self._facts.ended_at)} UTC without a last line: the "
+                "broker is running, was killed, or its machine went down."
             )
 
 
@@ -244,11 +239,6 @@ def flat(value: Any, before: str = "") -> dict[str, Any]:
     return {before[:-1]: plain}
 
 
-def history_of(given: Path) -> Path:
-    """The given history, or the one in a run's folder."""
-    return given / HISTORY if given.is_dir() else given
-
-
 def read_run(given: Path) -> Facts:
     """The facts of the history at `given`, a file or its folder.
 
@@ -256,40 +246,30 @@ def read_run(given: Path) -> Facts:
         FeedError: the history is missing, unreadable, or has no valid line.
     """
     path = history_of(given)
-    damaged = 0
-    try:
-        actions, left_out = _actions(path.with_name(ACTIONS))
-        digest = Digest(actions)
-        for text in texts_of(path):
-            try:
-                digest.take(checked(text))
-            except MalformedFeedError:
-                damaged += 1
-    except OSError as error:
-        raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
-    if digest.is_empty:
+    actions, left_out = _actions(path.with_name(ACTIONS))
+    digest = Digest(actions)
+    damaged = read_lines(path, lambda text: digest.take(checked(text)))
+    if not digest.lives:
         why = f"{plural(damaged, 'damaged line')}" if damaged else "it is empty"
         raise FeedError(f"{path} contains no history of a run ({why}): {GIVE}")
     return digest.facts(left_out, damaged)
 
 
 def _actions(path: Path) -> tuple[list[Action], int]:
-    """The newest actions of operators, and the number of older ones."""
+    """The newest actions of operators, and the number of older ones; damaged lines are skipped."""
     kept: deque[Action] = deque(maxlen=MOST_ACTIONS)
     seen = 0
-    if not path.is_file():
-        return [], 0
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            try:
-                document = parsed(line)
-                made = from_plain(Action, document, "action", lenient=True)
-            except (MalformedFeedError, ProtocolError):
-                continue
-            seen += 1
-            before, after = (
-                next(iter(flat(each).values()), None) for each in (made.before, made.after)
-            )
-            text = made.text[:LONGEST_TEXT]
-            kept.append(replace(made, who=made.who[:128], text=text, before=before, after=after))
+
+    def take(text: bytes) -> None:
+        nonlocal seen
+        made = from_plain(Action, parsed(text), "action", lenient=True)
+        before, after = (
+            next(iter(flat(each).values()), None) for each in (made.before, made.after)
+        )
+        said = made.text[:LONGEST_TEXT]
+        kept.append(replace(made, who=made.who[:128], text=said, before=before, after=after))
+        seen += 1
+
+    if path.is_file():
+        read_lines(path, take)
     return list(kept), seen - len(kept)

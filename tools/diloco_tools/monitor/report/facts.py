@@ -3,22 +3,29 @@
 Times are Unix seconds by the broker's clock, durations seconds, sizes bytes.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from math import ceil
 from typing import Any
 
 from diloco_protocol import feed
 from diloco_protocol.records import NOT_SENT
 
-# State of a run at the end of its history.
-OVER, STOPPED, OPEN = "over", "stopped", "open"
-# State of a worker; AWAY: it was present when a broker ended, and did not rejoin the next one.
-HERE, LEFT, DIED, KICKED, AWAY = "here", "left", "died", "kicked", "away"
 MOST_HOSTS = 4
+
+
+class Ending(str, Enum):
+    """The state of a run at the end of its history."""
+
+    OVER, STOPPED, OPEN = "over", "stopped", "open"
+
+
+class Ended(str, Enum):
+    """The state of a worker. AWAY: present when a broker ended, and did not rejoin the next one."""
+
+    HERE, LEFT, DIED, KICKED, AWAY = "here", "left", "died", "kicked", "away"
 
 
 class Counter:
@@ -86,7 +93,7 @@ class Worker:
     via: str = ""  # its relay in its last round
     first_seen: float = 0.0
     last_seen: float = 0.0
-    ended: str = HERE
+    ended: Ended = Ended.HERE
     contributions: int = 0
     step: int | None = None
     steps_per_s: float | None = None  # median of its reports
@@ -123,15 +130,15 @@ class Worker:
         self.staleness_most = max(self.staleness_most or 0, line.staleness)
 
     def is_here(self, at: float, host: str) -> None:
-        self.returns += self.ended in (LEFT, DIED, KICKED)
-        self.ended, self.last_seen = HERE, at
+        self.returns += self.ended in (Ended.LEFT, Ended.DIED, Ended.KICKED)
+        self.ended, self.last_seen = Ended.HERE, at
         if host and host not in self.hosts and len(self.hosts) < MOST_HOSTS:
             self.hosts = (*self.hosts, host)
 
-    def went(self, at: float, how: str) -> None:
+    def went(self, at: float, how: Ended) -> None:
         self.ended, self.last_seen = how, at
-        self.deaths += how == DIED
-        self.kicks += how == KICKED
+        self.deaths += how == Ended.DIED
+        self.kicks += how == Ended.KICKED
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,7 @@ class Facts:
 
     began_at: float = 0.0
     ended_at: float = 0.0  # of the newest line; never decreases
-    ending: str = OPEN  # OVER, STOPPED or OPEN
+    ending: Ending = Ending.OPEN
     last_words: str | None = None
     run: str | None = None
     mode: str = ""

@@ -3,8 +3,6 @@
 Its Content-Security-Policy allows only its own script and style sheet.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode
@@ -28,31 +26,20 @@ from diloco_protocol.quantities import (
     plural,
     setting,
 )
-from diloco_tools.monitor.report.facts import (
-    AWAY,
-    DIED,
-    HERE,
-    KICKED,
-    LEFT,
-    OPEN,
-    OVER,
-    STOPPED,
-    Facts,
-    Life,
-)
+from diloco_tools.monitor.report.facts import Ended, Ending, Facts, Life
 from diloco_tools.monitor.web.words import logged
 
 ENDINGS = {
-    OVER: (GOOD, "The run is over"),
-    STOPPED: ("quiet", "The broker has stopped"),
-    OPEN: (UNEASY, "No end is recorded"),
+    Ending.OVER: (GOOD, "The run is over"),
+    Ending.STOPPED: ("quiet", "The broker has stopped"),
+    Ending.OPEN: (UNEASY, "No end is recorded"),
 }
 ENDED = {
-    HERE: Part("present", GOOD),
-    AWAY: Part("did not rejoin after a restart of the broker", UNEASY),
-    LEFT: Part("left", "quiet"),
-    DIED: Part("died", BAD),
-    KICKED: Part("removed by an operator", UNEASY),
+    Ended.HERE: Part("present", GOOD),
+    Ended.AWAY: Part("did not rejoin after a restart of the broker", UNEASY),
+    Ended.LEFT: Part("left", "quiet"),
+    Ended.DIED: Part("died", BAD),
+    Ended.KICKED: Part("removed by an operator", UNEASY),
 }
 MOST_ROWS = 200
 # Modules of the page, each after those that it imports.
@@ -218,12 +205,11 @@ def _words(facts: Facts) -> dict[str, Any]:
     left_out = many - len(facts.workers[:MOST_ROWS])
     more = f"; {plural(left_out, 'more worker')} not shown" if left_out else ""
     version = f" Broker {facts.lives[-1].version}." if facts.lives[-1].version else ""
-    remarks = _remarks(facts)
     return {
         "run": f"run {facts.run or 'unnamed'}",
         "title": f"Run {facts.run or 'unnamed'}: report",
         "badge": (tone, ending, ""),
-        "notice": (UNEASY, "Note", remarks) if remarks else None,
+        "notice": (UNEASY, "Note", facts.remarks) if facts.remarks else None,
         "facts": [(field.label, [field.part(facts)]) for field in HEADLINE],
         "counts": f"last losses and norms, median speeds{more}",
         "rows": [(field.label, [field.part(facts)]) for field in FIGURES],
@@ -246,19 +232,6 @@ def _words(facts: Facts) -> dict[str, Any]:
             | {"values": [(label, [Part(text)]) for label, text in settings(facts)]},
         ],
     }
-
-
-def _remarks(facts: Facts) -> list[str]:
-    """Remarks about the history, and about a run without rounds or without an end."""
-    lines = list(facts.remarks)
-    if not facts.rounds:
-        lines.append("No round closed in this history, so there are no curves.")
-    if facts.ending == OPEN:
-        lines.append(
-            f"The history ends at {moment(facts.ended_at)} UTC without a last line: the broker is "
-            "running, was killed, or its machine went down."
-        )
-    return lines
 
 
 def _titles(fields: Sequence[Field]) -> list[dict[str, str]]:

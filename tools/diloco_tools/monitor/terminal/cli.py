@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -29,9 +28,10 @@ from diloco_tools.monitor.feed.replay import read_history
 from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.terminal.scene import Player, Scene
 from diloco_tools.monitor.terminal.text import MIN_WIDTH, charset, fitted_to, screen
-from diloco_tools.terminal import KeysOption, console, fail, keys_of
+from diloco_tools.terminal import KeysOption, ReplayOption, console, fail, keys_of
 
-HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
+COMMAND = "diloco-top"
+HEALTHY, DEGRADED, INTERRUPTED = 0, 1, 130
 POLL_S = 1.0  # with --follow: how soon a silent feed is noticed
 
 app = App()
@@ -55,8 +55,7 @@ def top(  # noqa: PLR0913  each is an option
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json",
-            help="Print one snapshot as one JSON object, with the verdict under monitor.",
+            "--json", help="Print one snapshot as one JSON object, with the verdict under monitor."
         ),
     ] = False,
     follow: Annotated[
@@ -72,17 +71,10 @@ def top(  # noqa: PLR0913  each is an option
     ascii_only: Annotated[
         bool, typer.Option("--ascii", help="Draw with ASCII characters only.")
     ] = False,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Show a past run: the history.jsonl in the broker's save folder.",
-        ),
-    ] = None,
+    replay: ReplayOption = None,
     server: FeedServerOption = None,
     timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Time that text and JSON wait for the broker."),
+        float, typer.Option(metavar="SECONDS", help="Time that text and JSON wait for the broker.")
     ] = 5.0,
     keys: KeysOption = None,
 ) -> None:
@@ -93,7 +85,7 @@ def top(  # noqa: PLR0913  each is an option
     lists all keys.
     """
     if not (timeout > 0 and math.isfinite(timeout)):
-        _fail(f"--timeout must be a positive number of seconds, got {timeout:g}")
+        fail(COMMAND, f"--timeout must be a positive number of seconds, got {timeout:g}")
     encoding = "ascii" if ascii_only else charset(sys.stdout.encoding)
     show = _show_json if as_json else partial(_show_text, encoding)
     healthy = True
@@ -133,7 +125,7 @@ def top(  # noqa: PLR0913  each is an option
                 print()
             healthy = show(name, model, now)
     except (FeedError, UsageError) as error:
-        _fail(str(error))
+        fail(COMMAND, error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(HEALTHY if healthy else DEGRADED)
@@ -151,7 +143,7 @@ def _of_feed(
             now = time.monotonic()
             is_new = snapshot is not None and model.update(snapshot, now)
             if shown is None and not is_new:
-                _fail(_silence(feed, timeout))
+                fail(COMMAND, _silence(feed, timeout))
             # Silence is reported twice: when the feed turns late, and when it turns stale.
             if is_new or (reports_silence and model.freshness(now) is not shown):
                 shown = model.freshness(now)
@@ -205,10 +197,6 @@ def _silence(feed: FeedSubscriber, timeout_s: float) -> str:
         f"no feed from {feed.address} within {timeout_s:g} s: start diloco-broker serve, or give "
         "the feed address that it printed (the control address has another port)"
     )
-
-
-def _fail(sentence: str) -> NoReturn:
-    fail("diloco-top", sentence, NO_FEED)
 
 
 if __name__ == "__main__":

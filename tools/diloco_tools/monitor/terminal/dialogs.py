@@ -1,7 +1,5 @@
 """The dialogs and pages over the full screen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The data of a picture: the run or a moment of a past one, and the user's choices. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class Scene:
     series: RunSeries
     now: float
     address: str
-    replay: Player | None = None
+    replay: "Player | None" = None
     readonly: bool = False
 
     @property

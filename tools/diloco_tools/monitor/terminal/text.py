@@ -3,8 +3,6 @@
 Every condition has a sign beside its colour.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,10 +160,8 @@ def verdict(scene: Scene, most: int) -> Text:
     """The verdict, with at most `most` reasons, one per line."""
     found = scene.model.verdict(scene.now)
     text = marked(Part(found.word.upper(), GOOD if found.healthy else UNEASY))
-    reasons, indent = list(found.reasons), " " * (text.cell_len + 2)
-    if len(reasons) > most:
-        reasons[most - 1 :] = [f"and {len(reasons) - most + 1} more"]
-    for place, reason in enumerate(reasons):
+    indent = " " * (text.cell_len + 2)
+    for place, reason in enumerate(found.first(most)):
         text.append(f"\n{indent}" if place else "  ").append(reason, "default")
     return text
 

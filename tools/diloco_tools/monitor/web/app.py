@@ -10,7 +10,6 @@ POST /api/control           {"action": ...} with the token; answered with {"ok",
 
 import asyncio
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -31,8 +30,9 @@ from diloco_protocol.clients.operator import ask_once, this_user
 from diloco_protocol.errors import Unreachable
 from diloco_protocol.feed import Snapshot
 from diloco_protocol.monitor.fields import confirmed_by
+from diloco_tools.monitor.feed.replay import History
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
-from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+from diloco_tools.monitor.web.source import FeedSource, moment_of, outline_of
 from diloco_tools.monitor.web.words import titles
 
 LONGEST_BODY = 4096  # bytes; the longest order contains a worker's name
@@ -54,12 +54,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
     "resume": (),
     "shutdown": ("confirm",),
 }
-KINDS = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Dashboard:
@@ -69,7 +64,7 @@ class Dashboard:
         self,
         policy: Policy,
         feed: FeedSource | None = None,
-        replay: ReplaySource | None = None,
+        replay: History | None = None,
         control: str | None = None,
         keys: Keys | None = None,
     ) -> None:
@@ -78,7 +73,7 @@ class Dashboard:
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         # Made once, at the start, so that no request waits for it.
-        self._outline = replay.outline() if replay else ""
+        self._outline = outline_of(replay) if replay else ""
 
     async def asset(self, request: Request) -> Response:
         found = self._assets.get(request.path_params.get("name", "index.html"))
@@ -120,7 +115,7 @@ class Dashboard:
 
     async def moment(self, request: Request) -> Response:
         assert self.replay is not None
-        body = self.replay.moment(request.path_params["index"])
+        body = moment_of(self.replay, request.path_params["index"])
         if body is None:
             raise Refusal(404, "The recorded run has no such moment.")
         return Response(body, media_type="application/json")
@@ -281,16 +276,3 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
         timeout_graceful_shutdown=GRACE_S,
     )
     return uvicorn.Server(config)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
-
-    Raises:
-        OSError: the name is unknown, or the address is not free.
-    """
-    family, *_, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, dualstack_ipv6=is_dual)

@@ -5,8 +5,7 @@ import socket
 import sys
 import threading
 from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,14 +20,24 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_protocol.roles import Role
+from diloco_tools.monitor.feed.replay import read_history
 from diloco_tools.monitor.web.security import EVERYWHERE, Policy, new_token
-from diloco_tools.terminal import HostOption, KeysOption, check_host, fail, keys_of
+from diloco_tools.terminal import (
+    HostOption,
+    InsecureOption,
+    KeysOption,
+    ReplayOption,
+    check_host,
+    fail,
+    keys_of,
+    listen,
+)
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
+COMMAND = "diloco-dashboard"
 DEFAULT_PORT = 8514
-MISUSE = 2
 
 app = App()
 
@@ -46,18 +55,8 @@ def dashboard(
     readonly: Annotated[
         bool, typer.Option("--readonly", help="Only show; nothing can be changed from the page.")
     ] = False,
-    replay: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Show a past run: the history.jsonl of its save folder."),
-    ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Listen on an address that other machines reach. The page and the token cross the "
-            "network unencrypted; prefer an SSH tunnel.",
-        ),
-    ] = False,
+    replay: ReplayOption = None,
+    insecure: InsecureOption = False,
     keys: KeysOption = None,
     lifeline: Annotated[
         bool,
@@ -75,15 +74,15 @@ def dashboard(
     It keeps running while the broker is down, and reconnects.
     """
     if replay is not None and control is not None:
-        _fail("--replay shows a past run, which cannot be steered: leave out --server")
+        fail(COMMAND, "--replay shows a past run, which cannot be steered: leave out --server")
     try:
-        from diloco_tools.monitor.web.app import Dashboard, application, listen, server_of
-        from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+        from diloco_tools.monitor.web.app import Dashboard, application, server_of
+        from diloco_tools.monitor.web.source import FeedSource
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("starlette", "uvicorn", "anyio"):
             raise
-        _fail(f"{package} is not installed: pip install 'diloco-broker[dashboard]'")
+        fail(COMMAND, f"{package} is not installed: pip install 'diloco-broker[dashboard]'")
 
     # First of all, so that a signal ends the program cleanly at any time; uvicorn installs its own.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,24 +90,18 @@ def dashboard(
     try:
         check_host(host, DEFAULT_PORT, insecure=insecure)
         key = None if replay is not None else keys_of(keys, steers=not readonly)
-        past = ReplaySource.of_file(replay) if replay is not None else None
+        past = read_history(replay) if replay is not None else None
         where = feed_of(address, feed, control, key)
         source = FeedSource(where, key) if past is None else None
     except (FeedError, UsageError) as error:
-        _fail(str(error))
+        fail(COMMAND, error)
     reader = None if key is None or key.peer.role is Role.OPERATOR else key.peer
     only_shows = readonly or replay is not None or reader is not None
     # On an address that other machines reach, reading needs the token too.
     token = None if is_loopback(host) and only_shows else new_token()
     page = Dashboard(Policy(host, token, readonly, reader), source, past, control, key)
     with source or nullcontext():
-        try:
-            listening = listen(host, port)
-        except OSError as error:
-            _fail(
-                f"cannot listen on {host} port {port} ({error.strerror or error}): choose another "
-                "--port, or --port 0 for a free one"
-            )
+        listening = listen(COMMAND, host, port)
         server = server_of(application(page))
         if lifeline:
             threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
@@ -130,5 +123,5 @@ def _hold(server: "Server") -> None:
     server.should_exit = True
 
 
-def _fail(sentence: str) -> NoReturn:
-    fail("diloco-dashboard", sentence, MISUSE)
+if __name__ == "__main__":
+    app(prog_name=COMMAND)

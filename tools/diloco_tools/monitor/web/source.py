@@ -10,18 +10,16 @@ time since; the clocks of two machines are never compared.
 import json
 import math
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from diloco_protocol.clients import Keys
 from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
 from diloco_protocol.monitor.verdict import Verdict
 from diloco_protocol.quantities import clock, moment
 from diloco_protocol.records import to_plain
-from diloco_tools.monitor.feed.listener import FeedWatcher
-from diloco_tools.monitor.feed.model import Freshness
-from diloco_tools.monitor.feed.replay import HISTORY, History, read_history, rounds_of
+from diloco_tools.monitor.feed.history_lines import HISTORY
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
+from diloco_tools.monitor.feed.replay import History, rounds_of
 from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.web.words import live_words, words
 
@@ -29,15 +27,14 @@ POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
 REPLAY_POINTS = 2_000  # plotted moments of a recorded run: more than a plot has columns
 
 
-class FeedSource(FeedWatcher):
-    """Watches one broker's feed, and keeps its figures over time. For any thread."""
+class FeedSource(Listener):
+    """Listens to one broker's feed, and keeps its figures over time. For any thread."""
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        super().__init__(address, self._cannot_read, self._note, keys)
+        super().__init__(FeedSubscriber(address, keys=keys), self._note, self._cannot_read)
         self._series = RunSeries(points=POINTS)
         self._problem: str | None = None
         self._recalled_at = -math.inf  # when the past was read; older pages lack it
-        self._encoded = (0, "null")  # `received` and JSON of the newest picture
         # The moment of the newest words, their verdict, and their JSON.
         self._worded: tuple[object, Verdict, str] = (None, Verdict(), "")
 
@@ -63,32 +60,22 @@ class FeedSource(FeedWatcher):
             text = f'{encoded(head)[:-1]},"words":{words}'
             if after is not None:
                 return f"{text}}}"
-            if self._encoded[0] != self.received and model.snapshot is not None:
-                self._encoded = (self.received, picture(model.snapshot, self._series))
-            return f'{text},"picture":{self._encoded[1]}}}'
+            shown = picture(model.snapshot, self._series) if model.snapshot else "null"
+            return f'{text},"picture":{shown}}}'
 
     def _words(self, now: float) -> tuple[Verdict, str]:
         """Verdict and words of this moment; the same for all pages that ask within a second."""
         key = (self.received, math.floor(now), self.model.refusal, self._problem)
         if self._worded[0] != key:
             verdict = self.model.verdict(now)
-            self._worded = (key, verdict, encoded(self._said(verdict, now)))
+            said = live_words(
+                self.model, self._series, verdict, now, problem=self._problem, address=self.address
+            )
+            self._worded = (key, verdict, encoded(said))
         return self._worded[1:]
 
-    def _said(self, verdict: Verdict, now: float) -> dict[str, Any]:
-        model, series, said = self.model, self._series, None
-        if (snapshot := model.at(now)) is not None:
-            fresh = model.freshness(now)
-            if fresh is not Freshness.STALE:
-                snapshot = replace(snapshot, uptime_s=snapshot.uptime_s + model.age_s(now))
-            said = words(snapshot, fresh, series.rate_of, series.cpu)
-        is_live = model.freshness(now) is Freshness.LIVE
-        more = [] if is_live or not self._problem else [self._problem]
-        if said is None and not model.refusal:
-            more.append(f"check that {self.address} is the feed of a running diloco-broker")
-        return live_words(model, verdict, now, more, said)
-
-    def _note(self, snapshot: Snapshot, now: float) -> None:
+    def _note(self, snapshot: Snapshot) -> None:
+        now = self.model.received_at
         if self._recalled_at == -math.inf:
             self._recall(snapshot, now)
             self._recalled_at = now
@@ -110,59 +97,44 @@ class FeedSource(FeedWatcher):
             self._problem = str(error)
 
 
-@dataclass(frozen=True)
-class ReplaySource:
-    """A recorded run: its moments one by one, and its figures from the first moment to the last."""
-
-    history: History
-
-    @staticmethod
-    def of_file(path: Path) -> "ReplaySource":
-        """Read a history.
-
-        Raises:
-            FeedError: the file is missing or not a history.
-        """
-        return ReplaySource(read_history(path))
-
-    def outline(self) -> str:
-        """JSON of the number of moments, their times, and the plots of the whole run."""
-        moments = self.history
-        first = moments[0].at
-        series = RunSeries(points=REPLAY_POINTS + 1)
-        stride = -(-len(moments) // REPLAY_POINTS)
-        for index in sorted({*range(0, len(moments), stride), len(moments) - 1}):
-            series.update(moments[index].snapshot, moments[index].at)
-        return encoded(
-            {
-                "moments": len(moments),
-                "first_at": first,
-                "last_at": moments[-1].at,
-                "skipped": self.history.skipped,
-                "series": series.later(first, -math.inf, is_whole=True),
-            }
-        )
-
-    def moment(self, index: int) -> str | None:
-        """JSON of one moment in the words of the page; None beyond the ends."""
-        if not 0 <= index < len(self.history):
-            return None
-        shown = self.history[index]
-        after = shown.at - self.history[0].at
-        last = shown.snapshot.last_round
-        said = words(shown.snapshot, None, lambda _: None) | {
-            "badge": ("quiet", "REPLAY", ""),
-            "title": "REPLAY: DiLoCo",
+def outline_of(moments: History) -> str:
+    """JSON of a recorded run: the number of moments, their times, and the plots of the whole run."""
+    first = moments[0].at
+    series = RunSeries(points=REPLAY_POINTS + 1)
+    stride = -(-len(moments) // REPLAY_POINTS)
+    for index in sorted({*range(0, len(moments), stride), len(moments) - 1}):
+        series.update(moments[index].snapshot, moments[index].at)
+    return encoded(
+        {
+            "moments": len(moments),
+            "first_at": first,
+            "last_at": moments[-1].at,
+            "skipped": moments.skipped,
+            "series": series.later(first, -math.inf, is_whole=True),
         }
-        return encoded(
-            {
-                "index": index,
-                "at": shown.at,
-                "when": f"{moment(shown.at)} UTC, {clock(after)} after the start",
-                "marker": {"number": last and last.number, "at": shown.at},
-                "words": said,
-            }
-        )
+    )
+
+
+def moment_of(moments: History, index: int) -> str | None:
+    """JSON of one moment in the words of the page; None beyond the ends."""
+    if not 0 <= index < len(moments):
+        return None
+    shown = moments[index]
+    after = shown.at - moments[0].at
+    last = shown.snapshot.last_round
+    said = words(shown.snapshot, None, lambda _: None) | {
+        "badge": ("quiet", "REPLAY", ""),
+        "title": "REPLAY: DiLoCo",
+    }
+    return encoded(
+        {
+            "index": index,
+            "at": shown.at,
+            "when": f"{moment(shown.at)} UTC, {clock(after)} after the start",
+            "marker": {"number": last and last.number, "at": shown.at},
+            "words": said,
+        }
+    )
 
 
 def encoded(value: object) -> str:

@@ -8,9 +8,8 @@ notice        problems: [tone, word, sentences], or null
 orders        actions that the broker can be asked for
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diloco_protocol.feed import INSECURE, Snapshot, Worker
@@ -29,7 +28,7 @@ from diloco_protocol.monitor.rows import cells, rows_of, sort_key
 from diloco_protocol.monitor.verdict import Verdict
 from diloco_protocol.quantities import NONE, duration, percent, plural
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
-from diloco_tools.monitor.feed.series import Rate
+from diloco_tools.monitor.feed.series import Rate, RunSeries
 from diloco_tools.monitor.orders import kick, orders
 
 # Fields shown below another one: the page has room for ten columns.
@@ -37,7 +36,7 @@ BELOW = {"id": "host", "health": "state", "loss": "delta_norm", "rate_up": "rate
 UNRECORDED_ROWS = {"rejected", "checkpoint", "standby"}  # a history does not contain these
 UNRECORDED_CELLS = {"health", "state", "beat_age_s"}
 HEADER = ("run", "state", "round", "pushes", "model")
-MOST_REASONS = 6
+MOST_REASONS = 7
 _FIELDS = {field.path: field for field in columns(DASHBOARD)}
 COLUMNS = [field for path, field in _FIELDS.items() if path not in BELOW.values()]
 
@@ -65,11 +64,10 @@ def words(
     cpu: float | None = None,
 ) -> dict[str, Any]:
     """The texts for a snapshot whose ages are current; `fresh` is None for a recorded one."""
-    is_recorded = fresh is None
     rows = {row.label: [*row.parts] for row in rows_of(snapshot, DASHBOARD)}
     if cpu is not None and "broker" in rows:
         rows["broker"].append(Part(f"{percent(cpu)} of a core"))
-    hidden = UNRECORDED_ROWS if is_recorded else set()
+    hidden = UNRECORDED_ROWS if fresh is None else set()
     shown = [(label, parts) for label, parts in rows.items() if label not in hidden]
     return {
         "run": f"run {run_name(snapshot)}" if snapshot.run else "no run yet",
@@ -99,24 +97,33 @@ def logged(when: str, level: str, text: str) -> tuple[str, list[Part]]:
 
 def live_words(
     model: FeedModel,
+    series: RunSeries,
     verdict: Verdict,
     now: float,
-    more: Sequence[str],
-    said: dict[str, Any] | None,
+    *,
+    problem: str | None,
+    address: str,
 ) -> dict[str, Any]:
-    """`said` of the newest snapshot, with the freshness of the feed and the possible orders."""
-    fresh, snapshot = model.freshness(now), model.snapshot
+    """The texts for a live feed: its newest snapshot, its freshness, and the possible orders."""
+    fresh, snapshot = model.freshness(now), model.at(now)
+    more = [problem] if problem and fresh is not Freshness.LIVE else []
+    said: dict[str, Any] = dict.fromkeys(("facts", "rows", "workers", "events", "rejections"), ())
+    silence = model.refusal or "No snapshot from the broker yet."
+    if snapshot is not None:
+        is_silent = fresh is Freshness.STALE
+        age_s = 0.0 if is_silent else model.age_s(now)
+        aged = replace(snapshot, uptime_s=snapshot.uptime_s + age_s)
+        said = words(aged, fresh, series.rate_of, series.cpu)
+        if not model.refusal:
+            silence = "The broker is silent; nothing can be changed." if is_silent else ""
+    elif not model.refusal:
+        more.append(f"check that {address} is the feed of a running diloco-broker")
     age = duration(model.age_s(now)) if snapshot else "no snapshot yet"
-    facts = (said or {}).get("facts", [])
     missed = [str(model.missed), plural(model.restarts, "restart") if model.restarts else ""]
     number = f" round {snapshot.round.number}" if snapshot and snapshot.round else ""
-    silence = model.refusal or "No snapshot from the broker yet."
-    if snapshot is not None and not model.refusal:
-        is_silent = fresh is Freshness.STALE
-        silence = "The broker is silent; nothing can be changed." if is_silent else ""
     return {
-        **(said or {"facts": [], "rows": [], "workers": [], "events": [], "rejections": []}),
-        "facts": [*facts, ("Missed snapshots", [Part(", ".join(filter(None, missed)))])],
+        **said,
+        "facts": [*said["facts"], ("Missed snapshots", [Part(", ".join(filter(None, missed)))])],
         "badge": (fresh.value, fresh.name, age),
         "title": f"{fresh.name}{number}: DiLoCo",
         "notice": _notice(verdict, fresh, model.refusal, more),
@@ -128,10 +135,7 @@ def live_words(
 def _notice(
     verdict: Verdict, fresh: Freshness, refusal: str, more: Sequence[str]
 ) -> tuple[str, str, list[str]] | None:
-    said = list(verdict.reasons[:MOST_REASONS])
-    if len(verdict.reasons) > MOST_REASONS:
-        said.append(f"and {len(verdict.reasons) - MOST_REASONS} more")
-    said += more
+    said = [*verdict.first(MOST_REASONS), *more]
     word = "REFUSED" if refusal else verdict.word.upper()
     if fresh is Freshness.STALE and not refusal:
         word = fresh.name

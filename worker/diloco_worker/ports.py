@@ -121,7 +121,7 @@ class LocalPorts(Participant):
         self.state = SyncState(
             worker_id=self.worker_id,
             ports=self,
-            link=self.link_state(),
+            link=self.of_leader(self._described),
             options=Options(
                 **{each.name: getattr(self.settings, each.name) for each in fields(Options)}
             ),
@@ -148,13 +148,13 @@ class LocalPorts(Participant):
         self.set_base(part.fragment, None)
         return Held(arrival.version, arrival.released.ledger)
 
-    def link_state(self) -> LinkState:
-        """The state of the link when training begins."""
-        return self._described()
-
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
         """Take the versions of these fragments to begin with."""
-        return [self.arrived.pop(fragment) for fragment in fragments]
+        return self.of_leader(lambda: [self.arrived.pop(fragment) for fragment in fragments])
+
+    def of_leader(self, find: Callable[[], T]) -> T:
+        """The result of the process that has the session: at all ranks of a worker the leader's."""
+        return find()
 
     def values_of(self, arrival: Arrival) -> FlatState | None:
         """This process's values of an arrived version."""
@@ -337,13 +337,13 @@ class LocalPorts(Participant):
         delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
         self.link.offer(in_flight.push, delta.wire)
-        return self.link.reconnections
+        return self.of_leader(lambda: self.link.reconnections)
 
     def clock(self) -> float:
         return time.monotonic()
 
     def draw(self) -> int:
-        return secrets.randbits(64)
+        return self.of_leader(lambda: secrets.randbits(64))
 
     # The model.
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco_protocol import ModelLayout, RunConfig, VersionId
+from diloco_protocol import VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Credit
 from diloco_worker.session import effects, events
-from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.compatibility import OnTerms, Terms
 from diloco_worker.session.connection import Owners, Phase
 from diloco_worker.session.downloads import CREDIT_BATCH
 from diloco_worker.transport import between_ranks as ranks
@@ -41,7 +41,7 @@ class _Arriving:
 
 
 @dataclass(eq=False, repr=False)
-class Follower:
+class Follower(OnTerms):
     """Handles the records of the leader and the chunks of the broker."""
 
     network: Network
@@ -52,7 +52,7 @@ class Follower:
     payload: Any = None  # of the received chunk
     last: bytes = b""  # the leader's last message
     uploads: set[int] = field(default_factory=set)  # push ids of seeding pushes
-    _terms: Terms | None = None
+    terms: Terms | None = None
     _own: tuple[frozenset[int], ...] = ()  # by fragment, the chunks of this rank
     _token: bytes = b""  # of the leader's session
     _is_open: bool = False
@@ -62,14 +62,6 @@ class Follower:
     # Chunks of pushes that are not laid out yet.
     _waiting: list[effects.SendChunk] = field(default_factory=list)
 
-    @property
-    def config(self) -> RunConfig | None:
-        return self._terms.config if self._terms else None
-
-    @property
-    def layout(self) -> ModelLayout | None:
-        return self._terms.layout if self._terms else None
-
     def wakes_at(self) -> float | None:
         return None
 
@@ -77,7 +69,7 @@ class Follower:
         match event:
             # From the training thread.
             case SharesKnown(terms, owners):
-                self._terms = terms
+                self.terms = terms
                 self._own = tuple(
                     frozenset(index for index, rank in enumerate(each) if rank == self.leader.rank)
                     for each in owners
@@ -118,16 +110,16 @@ class Follower:
                 self._break(reason)
 
     def _part(self, fragment: int) -> FragmentLayout:
-        assert self._terms is not None
-        return self._terms.layout.all[fragment]
+        assert self.terms is not None
+        return self.terms.layout.all[fragment]
 
     # The connection to the broker.
 
     def _open(self, asked: ranks.OpenBulk) -> None:
-        assert self._terms is not None
+        assert self.terms is not None
         self._close()
-        config = replace(self._terms.config, reply_dtype=asked.reply_dtype)
-        self._terms = replace(self._terms, config=config)
+        config = replace(self.terms.config, reply_dtype=asked.reply_dtype)
+        self.terms = replace(self.terms, config=config)
         self._token, self._is_open = asked.binding.session, True
         self.connect(asked.address, asked.shortcut)
         self.network.send(asked.binding, bulk=True)
@@ -196,8 +188,8 @@ class Follower:
 
     def _store(self, chunk: Chunk) -> bool:
         """Whether the chunk was decoded: a difference may be from another copy than the one held."""
-        assert self._terms is not None
-        wire, fragment, index = self._terms.config.reply_dtype, chunk.fragment, chunk.index
+        assert self.terms is not None
+        wire, fragment, index = self.terms.config.reply_dtype, chunk.fragment, chunk.index
         if chunk.delta_of is None:
             self.buffers.store(fragment, index, self.payload, whole_dtype(wire))
             return True

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_protocol import ModelLayout, Refused, RunConfig
+from diloco_protocol import Refused
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Notice, Progress, Welcome
 from diloco_worker.session import effects
-from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.compatibility import OnTerms
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Turning
 from diloco_worker.session.previous_incarnation import SENT_BEFORE
@@ -22,7 +22,7 @@ from diloco_worker.session.session import Session
 SIGNALS_WITHIN_S = 1.0
 
 
-class Inbox:
+class Inbox(OnTerms):
     """Attributes are to be read under `condition`, or where a short lag does no harm.
 
     Changes of counters and `last_heard` do not wake waiting threads. `follows_rounds`: keep `turns`.
@@ -32,7 +32,6 @@ class Inbox:
         self.condition = threading.Condition()
         # Of the session.
         self.phase = Phase.NEW
-        self.terms: Terms | None = None
         self.last_heard: float | None = None
         self.reconnections = 0
         self.retries = 0
@@ -67,14 +66,6 @@ class Inbox:
         self.is_news = False  # something happened since the last `publish`
 
     # For the training thread.
-
-    @property
-    def config(self) -> RunConfig | None:
-        return self.terms.config if self.terms else None
-
-    @property
-    def layout(self) -> ModelLayout | None:
-        return self.terms.layout if self.terms else None
 
     @property
     def has_news(self) -> bool:

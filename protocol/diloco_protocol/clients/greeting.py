@@ -8,6 +8,7 @@ mechanism, so it always receives the peer's.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -23,17 +24,28 @@ def asks_for_keys(address: str, within_s: float = ANSWERS_WITHIN_S) -> bool | No
     until = time.monotonic() + within_s
     try:
         with _connected(address, within_s) as peer:
-            peer.sendall(BEGINNING)
-            greeting = b""
-            while len(greeting) < GREETING_BYTES:
-                peer.settimeout(max(0.001, until - time.monotonic()))
-                said = peer.recv(GREETING_BYTES - len(greeting))
-                if not said:
-                    return None
-                greeting += said
+            return requires_keys(greeting_of(peer, until))
     except (OSError, ValueError):
         return None
-    if greeting[0] != 0xFF or greeting[9] & 1 == 0:
+
+
+def greeting_of(peer: socket.socket, until: float) -> bytes:
+    """The first 64 bytes that a peer sends, or fewer where they are not those of ZeroMQ."""
+    said = b""
+    with contextlib.suppress(OSError):
+        peer.sendall(BEGINNING)
+        while len(said) < GREETING_BYTES and (left := until - time.monotonic()) > 0:
+            peer.settimeout(left)
+            piece = peer.recv(GREETING_BYTES - len(said))
+            said += piece
+            if not piece or said[0] != 0xFF:
+                break
+    return said
+
+
+def requires_keys(greeting: bytes) -> bool | None:
+    """Whether the peer with this greeting requires keys; None where it is not a ZeroMQ greeting."""
+    if len(greeting) < GREETING_BYTES or greeting[0] != 0xFF or greeting[9] & 1 == 0:
         return None
     return {b"CURVE": True, b"NULL": False}.get(greeting[MECHANISM].rstrip(b"\0"))
 

@@ -32,7 +32,6 @@ from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker import pair, settings
 from diloco_worker.counted_steps import CountedSteps
 from diloco_worker.group.beginning import begin_together, same_resumption, same_settings
-from diloco_worker.joining import Joining
 from diloco_worker.launching import write_end
 from diloco_worker.local import LocalOuter, config_of, outer_states
 from diloco_worker.model.model_tensors import ModelTensors
@@ -40,7 +39,7 @@ from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
-from diloco_worker.ports import LocalPorts, RunFacts
+from diloco_worker.ports import PORTS, LocalPorts, Participant, RunFacts
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
 from diloco_worker.saved_state import Resumption, Saved, check_model
@@ -218,7 +217,7 @@ class DiLoCoWorker:
             check()
         leads = ranks is None or ranks.leads
         self._audit = PushLog(own.audit if leads else None, self.worker_id)
-        joining = Joining(
+        parts = Participant(
             server=server,
             worker_id=self.worker_id,
             tensors=tensors,
@@ -236,9 +235,11 @@ class DiLoCoWorker:
             opened=self._opened,
         )
         if own.is_local:
-            self._ports = LocalOuter.of(joining, ranks, self._outer)
+            self._ports = LocalOuter.of(parts, ranks, self._outer)
+        elif ranks is None:
+            self._ports = PORTS.get(str(server), LocalPorts)(**vars(parts)).join()
         else:
-            self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
+            self._ports = begin_together(parts, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
         self._resumption, self._carried, self._outer = None, None, {}

@@ -26,7 +26,8 @@ from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection
 from diloco_worker.sync.fragment import Merge
 from diloco_worker.sync.ports import NonFinite
 from diloco_worker.sync.state import HASTY_S
-from diloco_worker.transport.between_ranks import Codec
+from diloco_worker.transport.between_ranks import Codec, Followers
+from diloco_worker.transport.follower import Follower
 
 # Seconds between polls of a waiting leader: far below the timeout of collectives.
 POLL_EVERY_S = 20.0
@@ -165,23 +166,26 @@ class LeaderPorts(GroupPorts):
 
     async def wait(self, seconds: float) -> Poll:
         self._listen(seconds if self._is_leaving else min(seconds, POLL_EVERY_S))
-        if self._has_lost_a_rank:
-            raise GroupBroken(f"{self.link.lost_process}: the others cannot go on without it.")
+        if (lost := self._lost) is not None:
+            raise GroupBroken(f"{lost}: the others cannot go on without it.")
         return self.poll()
 
     @property
     def _has_changed(self) -> bool:
-        return self._has_lost_a_rank or super()._has_changed
+        return self._lost is not None or super()._has_changed
 
     @property
-    def _has_lost_a_rank(self) -> bool:
-        return self.link.lost_process is not None and not self._is_leaving
+    def _lost(self) -> str | None:
+        """A sentence once another rank is gone, unless all of them are leaving."""
+        assert isinstance(self.link.others, Followers)
+        return None if self._is_leaving else self.link.others.lost
 
     def leave(self, *, hasty: bool) -> None:
         """The others wait until this process has left, and hear nothing over the group any more."""
         self._is_leaving = True
         super().leave(hasty=hasty)
-        self.link.set_last(CODEC.packed([asdict(self.metrics), self._facts]))
+        assert isinstance(self.link.others, Followers)
+        self.link.others.last = CODEC.packed([asdict(self.metrics), self._facts])
 
 
 class FollowerPorts(GroupPorts):
@@ -219,8 +223,9 @@ class FollowerPorts(GroupPorts):
         self.has_left = True
         patience = HASTY_S if hasty else self.settings.timeout
         self.link.wait_for(lambda: False, patience + LEADER_LEAVES_WITHIN_S)
-        if self.link.last_of_leader:
-            counts, self._facts = CODEC.unpacked(self.link.last_of_leader)
+        assert isinstance(self.link.session, Follower)
+        if last := self.link.session.last:
+            counts, self._facts = CODEC.unpacked(last)
             for name, value in counts.items():
                 setattr(self.metrics, name, value)
 

@@ -17,19 +17,11 @@ from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Credit
 from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import OnTerms, Terms
-from diloco_worker.session.connection import Owners, Phase
+from diloco_worker.session.connection import Phase
 from diloco_worker.session.downloads import CREDIT_BATCH
 from diloco_worker.transport import between_ranks as ranks
 from diloco_worker.transport.executor import Network
 from diloco_worker.transport.fragment_buffers import FragmentBuffers
-
-
-@dataclass(frozen=True)
-class SharesKnown(events.Event):
-    """The leader has joined on these terms; the chunks of the model are shared out."""
-
-    terms: Terms
-    owners: Owners
 
 
 @dataclass
@@ -68,7 +60,7 @@ class Follower(OnTerms):
     def feed(self, event: ranks.Record) -> None:  # noqa: C901, PLR0912  a case for each event
         match event:
             # From the training thread.
-            case SharesKnown(terms, owners):
+            case events.ShareOut(owners, terms):
                 self.terms = terms
                 self._own = tuple(
                     frozenset(index for index, rank in enumerate(each) if rank == self.leader.rank)

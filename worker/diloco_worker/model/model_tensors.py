@@ -6,7 +6,7 @@ copies are queued on the current stream of the calling thread, and waited for be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ class ModelTensors:
     @property
     def pins(self) -> bool:
         """Whether host memory for these tensors is pinned."""
-        return self.may_pin and _on_cuda(self.lookup().values())
+        return self.may_pin and any(device.type == "cuda" for device in self.devices)
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
         """Each entry of the manifest with its current tensor; raises UsageError as `_checked`."""
@@ -126,7 +126,8 @@ class ModelTensors:
     def capture(self, layout: FragmentLayout) -> FlatState:
         """Copy a fragment's values to the host; raises UsageError as `_checked`."""
         live = self._live(layout)
-        state = FlatState.empty(layout, pinned=self.may_pin and _on_cuda(live.values()))
+        is_on_cuda = any(tensor.is_cuda for tensor in live.values())
+        state = FlatState.empty(layout, pinned=self.may_pin and is_on_cuda)
         for place in state.layout.places:
             tensor, target = live[place.entry.name].detach(), state.of(place)
             # Converted on its device, so that the copy to the host can be queued.
@@ -181,7 +182,3 @@ class ModelTensors:
                 )
             found[entry.name] = tensor
         return found
-
-
-def _on_cuda(tensors: Iterable[Tensor]) -> bool:
-    return any(tensor.is_cuda for tensor in tensors)

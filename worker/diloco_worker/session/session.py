@@ -314,12 +314,11 @@ class Session(OnTerms):
                 download.held = None
             yield effects.DropParts()
         self._set_terms(terms)
-        again = self.connection.token is not None
         self.connection.is_welcomed(welcome.session, terms.config, now, welcome.lease)
         self.run = welcome.run or self.run
         if (text := gives_way(terms.config, own)) is not None:
             yield effects.Say(text, trouble=True)
-        yield effects.Joined(welcome, again)
+        yield effects.Told(welcome)
         yield from self.downloads.open_window(welcome.session)
         yield from self.units.welcomed()  # before pushes, which name data sets
         for upload in self.uploads:  # the oldest first

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from diloco_protocol import Code
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
-from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push
+from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push, Welcome
 from diloco_worker.session import effects, events
 from diloco_worker.session.session import Session
 
@@ -21,7 +21,7 @@ QUIET = (
     *(effects.StoreChunk, effects.NameFrozen),
 )
 # Effects for the training thread or the log alone.
-TOLD = (effects.Joined, effects.JoinRefused, effects.Told, effects.Answered, effects.Say)
+TOLD = (effects.JoinRefused, effects.Told, effects.Answered, effects.Say)
 
 
 class Network(Protocol):
@@ -163,9 +163,10 @@ class Executor:
         """Log an effect."""
         network = self.network
         match effect:
-            case effects.Joined(welcome, again):
+            case effects.Told(Welcome() as welcome):
                 network.welcomed(welcome.epoch)
-                how = "Back at" if again else "Joined the run at"
+                is_back = self.session.connection.reconnections > 0
+                how = "Back at" if is_back else "Joined the run at"
                 network.say(f"{how} {network.address}, expected from round {welcome.first_round}.")
             case effects.PushOver(_, code, text) if code is not None and code not in EXPECTED:
                 network.say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)

@@ -95,8 +95,8 @@ class Inbox(OnTerms):
             self.rejections.clear()
             return news
 
-    def state(self, silence: float | None) -> LinkState:
-        """The state of the link, as far as it is known here."""
+    def state(self, silence: float | None, **known: Any) -> LinkState:
+        """The state of the link: as far as it is known here, and what the caller knows besides."""
         assert self.config is not None
         return LinkState(
             config=self.config,
@@ -111,6 +111,7 @@ class Inbox(OnTerms):
             refusal=None if self.refusal is None else str(self.refusal),
             last_error=self.last_error,
             silence=silence,
+            **known,
         )
 
     def take_rejection(self, push_id: int) -> Rejection | None:
@@ -140,7 +141,7 @@ class Inbox(OnTerms):
         with self.condition:
             self.is_news = True
             match effect:
-                case effects.Joined(welcome):  # voids earlier notices
+                case effects.Told(Welcome() as welcome):  # voids earlier notices
                     self.refusal = self.stopping = self.restarting = None
                     self.feed = welcome.feed
                     self.shard = self.shard or _shard(welcome)

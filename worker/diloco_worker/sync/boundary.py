@@ -465,7 +465,7 @@ async def settle(
         try:
             await state.ports.merge(fragment.number, merge, state.step)
         except BaseException as error:
-            if not state.ports.has_begun(fragment.number, merge):
+            if merge.change is None:
                 fragment.has_not_begun()
             if not isinstance(error, MergeFailed):
                 raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.bitmap import Bitmap
@@ -116,9 +117,9 @@ class Dropped:
     versions: int = 0  # that have come into the model since
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Merge:
-    """A decision that is not yet applied to the model."""
+    """A decision that is not yet applied to the model, or not to all of it."""
 
     outcome: Outcome
     in_flight: InFlight | None = None
@@ -132,6 +133,8 @@ class Merge:
     settled: Mapping[int, Bitmap] = field(default_factory=dict)
     # The chunks of the rejected push that may be in a version nevertheless; None without a rejection.
     may_count: Bitmap | None = None
+    change: Any = None  # of the model, once it has begun; an interrupted one is resumed
+    is_applied: bool = False  # the model is in line with it
 
 
 @dataclass(frozen=True)

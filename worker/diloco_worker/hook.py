@@ -38,7 +38,6 @@ from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
-from diloco_worker.model.values import check_values
 from diloco_worker.ports import PORTS, LocalPorts, Participant, RunFacts
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
@@ -207,7 +206,7 @@ class DiLoCoWorker:
     def _start(self, server: Given, tensors: ModelTensors) -> DiLoCoWorker:
         pair.occupy(self._model, self, self.worker_id)
         own, ranks, resumption = self._settings, self._ranks, self._resumption
-        checks = [partial(check_values, tensors)]
+        checks = [tensors.check_values]
         if resumption is not None:
             checks.append(partial(check_model, tensors, resumption.checksums))
         if ranks is not None:

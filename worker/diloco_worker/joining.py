@@ -7,10 +7,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from diloco_protocol import Manifest, Unreachable, UsageError
+from diloco_protocol import Unreachable, UsageError
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
 from diloco_worker.session.connection import Phase
@@ -25,34 +25,11 @@ logger = logging.getLogger("diloco.worker")
 FIRST_LOG_S = 2.0
 
 
-def new_session(
-    worker_id: str,
-    manifest: Manifest,
-    *,
-    wants: Mapping[str, Any] | None = None,
-    heartbeat_interval: float | None = None,
-    extra: Mapping[str, Any] | None = None,
-    has_frozen: bool = False,
-    processes: int | None = None,
-) -> Session:
-    """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
-    join = Join(
-        worker_id,
-        manifest,
-        wants=dict(wants or {}),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        extra=dict(extra or {}),
-        processes=processes or 1,
-    )
+def new_session(join: Join, heartbeat_interval: float | None, **options: bool) -> Session:
+    """A session that joins from this process; the options are those of `Session`."""
+    join = replace(join, host=socket.gethostname(), pid=os.getpid())
     check_sendable(join, "This worker's description (wants, extra, names in the model)")
-    return Session(
-        join,
-        lambda: secrets.randbits(64),
-        heartbeat_interval,
-        is_group=processes is not None,
-        has_frozen=has_frozen,
-    )
+    return Session(join, lambda: secrets.randbits(64), heartbeat_interval, **options)
 
 
 def check_sendable(message: Message, what: str) -> None:

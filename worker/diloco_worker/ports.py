@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.messages import Progress, Push
+from diloco_protocol.messages import Join, Progress, Push
 from diloco_protocol.tensors.threads import thread_count
 from diloco_worker.joining import await_versions, new_session
 from diloco_worker.model.checksums import checksums, frozen_tag
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.model_watch import Constants
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP
-from diloco_worker.model.values import Constants
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
 from diloco_worker.saved_state import Plain, Resumption, SavedFragment, to_plain
@@ -115,15 +115,15 @@ class LocalPorts(Participant):
     def session(self, processes: int | None = None) -> Session:
         """The session of this worker; `processes`: of a group, else None."""
         own, resumption = self.settings, self.resumption
-        session = new_session(
+        join = Join(
             self.worker_id,
             self.tensors.manifest,
             wants=own.wants,
-            heartbeat_interval=own.heartbeat_interval,
-            extra=own.extra,
-            has_frozen=True,
-            processes=processes,
+            extra=dict(own.extra or {}),
+            processes=processes or 1,
         )
+        is_group = processes is not None
+        session = new_session(join, own.heartbeat_interval, is_group=is_group, has_frozen=True)
         if resumption is not None:
             session.handle(Resume(resumption.terms, resumption.held), self.clock())
         return session
@@ -224,7 +224,7 @@ class LocalPorts(Participant):
         self, saved: Sequence[SavedFragment], layout: ModelLayout, config: RunConfig
     ) -> None:
         """Make the values of each fragment, with the model as it is now."""
-        self._constants = Constants(self.tensors)
+        self._constants = Constants(self.tensors.live)
         self.fragments = [
             FragmentValues(
                 self.tensors.share_of(part),
@@ -422,9 +422,6 @@ class LocalPorts(Participant):
             self.fragments[fragment].apply(merge, step)
         except Exception as error:
             raise MergeFailed from error
-
-    def has_begun(self, fragment: int, merge: Merge) -> bool:
-        return self.fragments[fragment].has_begun(merge)
 
     # The script, its displays and its log.
 

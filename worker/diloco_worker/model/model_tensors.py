@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_protocol.tensors.codecs import has_nan, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
 from diloco_worker.model.encoding import Delta, encode
 from diloco_worker.model.flat_state import FlatState
@@ -160,6 +161,35 @@ class ModelTensors:
         called again, it resumes with the remaining tensors.
         """
         change.carry_out(self._live(change.new.layout))
+
+    def check_values(self) -> None:
+        """Raise UsageError for values that no run can start with: NaN, infinities in values trained or
+        averaged, fp64 values beyond the range of fp32.
+        """
+        for entry, tensor in self.live():
+            is_wide = tensor.dtype is torch.float64
+            if not entry.is_floating_point or is_finite(tensor.float() if is_wide else tensor):
+                continue
+            if has_nan(tensor):
+                raise UsageError(
+                    f"{entry.name} holds NaN, so no run can start with it; fix the initialisation of "
+                    "the model, or load another checkpoint."
+                )
+            if is_finite(tensor):
+                raise UsageError(
+                    f"{entry.name} is {entry.dtype} and holds values beyond the range of fp32, in which "
+                    "models travel; scale it down."
+                )
+            if entry.kind is Kind.TRAINABLE:
+                raise UsageError(
+                    f"{entry.name} is trained and holds infinities; fix the initialisation of the "
+                    "model, or load another checkpoint."
+                )
+            if entry.kind is Kind.BUFFER:
+                raise UsageError(
+                    f"{entry.name} is a buffer that is averaged, and holds infinities; a constant must "
+                    "hold them when the DiLoCoWorker is made, or be frozen in the client's manifest."
+                )
 
     def put(self, state: FlatState) -> None:
         self.bring_in(Change(state))

@@ -114,24 +114,22 @@ class Move:
         # Of each chunk of this process, in order: its former owner, and its span there.
         self._own = [each for each, owner in zip(sources, now, strict=True) if owner == rank]
 
-    def of(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+    def of(self, given: Sequence[Any]) -> dict[str, Tensor] | None:
         """This process's vectors, out of those of all; None where one has none."""
-        found = [each for each in given if each is not None]
-        if len(found) < len(given):
+        if None in given:
             return None
         made: dict[str, list[Tensor]] = {}
         for owner, span in self._own:
-            vector = found[owner].get(span.segment.value)
+            vector = given[owner].get(span.segment.value)
             if vector is not None:  # a residual is of parameters only
                 made.setdefault(span.segment.value, []).append(vector[span.start : span.stop])
         return {segment: torch.cat(chunks) for segment, chunks in made.items()}
 
-    def codes(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+    def codes(self, given: Sequence[Any]) -> dict[str, Tensor] | None:
         """The bytes of its quantized chunks, by index in the share; None where one has none."""
-        found = [each for each in given if each is not None]
-        if len(found) < len(given):
+        if None in given:
             return None
-        all_of_them = [found[owner].get(str(span.index)) for owner, span in self._own]
+        all_of_them = [given[owner].get(str(span.index)) for owner, span in self._own]
         return {str(now): code for now, code in enumerate(all_of_them) if code is not None}
 
 

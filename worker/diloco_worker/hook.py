@@ -98,7 +98,6 @@ class DiLoCoWorker:
     """
 
     @uncaught.shortens_uncaught
-    @settings.takes_old_keywords
     @settings.suggesting
     def __init__(  # noqa: PLR0913  each keyword is a public setting
         self,

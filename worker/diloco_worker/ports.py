@@ -376,8 +376,7 @@ class LocalPorts(Participant):
 
     @property
     def _has_arrivals(self) -> bool:
-        link = self.link
-        return bool(link.arrivals or link.rejections or link.turns)
+        return self.link.has_news or bool(self.link.turns)
 
     @property
     def _has_changed(self) -> bool:

@@ -155,17 +155,15 @@ class GroupPorts(LocalPorts):
 class LeaderPorts(GroupPorts):
     """The ports of rank 0, which has the session with the broker."""
 
-    _is_leaving = False
-
     def poll(self) -> Poll:
         found = replace(super().poll(), totals=self._totals)
         self._facts = super(GroupPorts, self).facts
-        if not self._is_leaving:
+        if not self.has_left:
             self.ranks.broadcast(CODEC.packed([found, self._facts]))
         return found
 
     async def wait(self, seconds: float) -> Poll:
-        self._listen(seconds if self._is_leaving else min(seconds, POLL_EVERY_S))
+        self._listen(seconds if self.has_left else min(seconds, POLL_EVERY_S))
         if (lost := self._lost) is not None:
             raise GroupBroken(f"{lost}: the others cannot go on without it.")
         return self.poll()
@@ -178,11 +176,10 @@ class LeaderPorts(GroupPorts):
     def _lost(self) -> str | None:
         """A sentence once another rank is gone, unless all of them are leaving."""
         assert isinstance(self.link.others, Followers)
-        return None if self._is_leaving else self.link.others.lost
+        return None if self.has_left else self.link.others.lost
 
     def leave(self, *, hasty: bool) -> None:
         """The others wait until this process has left, and hear nothing over the group any more."""
-        self._is_leaving = True
         super().leave(hasty=hasty)
         assert isinstance(self.link.others, Followers)
         self.link.others.last = CODEC.packed([asdict(self.metrics), self._facts])

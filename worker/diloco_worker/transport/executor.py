@@ -12,6 +12,7 @@ from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push, Welcome
 from diloco_worker.session import effects, events
 from diloco_worker.session.session import Session
+from diloco_worker.transport.inbox import Inbox
 
 # Rejections that training handles without a warning here.
 EXPECTED = (Code.LATE, Code.STALE)
@@ -40,13 +41,6 @@ class Network(Protocol):
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None: ...
     def welcomed(self, epoch: str, /) -> object: ...  # the broker accepted this worker
     def say(self, text: str, *, trouble: bool = False) -> None: ...
-
-
-class Inboxes(Protocol):
-    """Takes the results of a session for the training thread."""
-
-    def take_in(self, effect: effects.Effect, values: Any = None) -> None:
-        """`values`: of a delivered version."""
 
 
 class Others(Protocol):
@@ -89,7 +83,7 @@ class Executor:
     """Feeds events to a session and executes its effects."""
 
     session: Session
-    inbox: Inboxes
+    inbox: Inbox
     network: Network
     memory: Memory
     noticed: Callable[[effects.Effect], None] = lambda _: None  # called before each effect

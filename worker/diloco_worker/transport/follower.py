@@ -24,14 +24,6 @@ from diloco_worker.transport.executor import Network
 from diloco_worker.transport.fragment_buffers import FragmentBuffers
 
 
-@dataclass
-class _Arriving:
-    """This rank's share of the newest version of a fragment."""
-
-    version: VersionId
-    missing: set[int]  # chunks
-
-
 @dataclass(eq=False, repr=False)
 class Follower(OnTerms):
     """Handles the records of the leader and the chunks of the broker."""
@@ -45,11 +37,11 @@ class Follower(OnTerms):
     last: bytes = b""  # the leader's last message
     uploads: set[int] = field(default_factory=set)  # push ids of seeding pushes
     terms: Terms | None = None
-    _own: tuple[frozenset[int], ...] = ()  # by fragment, the chunks of this rank
     _token: bytes = b""  # of the leader's session
     _is_open: bool = False
     _owed: int = 0  # credits not yet given back
-    _arriving: dict[int, _Arriving] = field(default_factory=dict)  # by fragment
+    # By fragment, the newest version, and the chunks of this rank's share that it lacks.
+    _arriving: dict[int, tuple[VersionId, set[int]]] = field(default_factory=dict)
     _offered: dict[int, int] = field(default_factory=dict)  # by fragment, the last push id
     # Chunks of pushes that are not laid out yet.
     _waiting: list[effects.SendChunk] = field(default_factory=list)
@@ -60,12 +52,8 @@ class Follower(OnTerms):
     def feed(self, event: ranks.Record) -> None:  # noqa: C901, PLR0912  a case for each event
         match event:
             # From the training thread.
-            case events.ShareOut(owners, terms):
+            case events.ShareOut(_, terms):
                 self.terms = terms
-                self._own = tuple(
-                    frozenset(index for index, rank in enumerate(each) if rank == self.leader.rank)
-                    for each in owners
-                )
             case events.Offer(push):
                 self._end_push(self._offered.get(push.fragment))
                 self._offered[push.fragment] = push.push_id
@@ -79,7 +67,7 @@ class Follower(OnTerms):
                 self._close()
             case effects.SendChunk():
                 self._send(event)
-            case ranks.Seed(push) if self._own[push.fragment]:
+            case ranks.Seed(push) if self.buffers.numbers[push.fragment]:
                 self.uploads.add(push.push_id)
                 if self.buffers.prepare(push.push_id, self._part(push.fragment), push.base):
                     self._send_waiting()
@@ -160,21 +148,22 @@ class Follower(OnTerms):
             self.network.send(Credit(self._owed, self._token), bulk=True)
             self._owed = 0
         fragment, index, version = chunk.fragment, chunk.index, chunk.version
-        is_own = 0 <= fragment < len(self._own) and index in self._own[fragment]
+        own = self.buffers.numbers  # by fragment, the chunks of this rank
+        is_own = 0 <= fragment < len(own) and index in own[fragment]
         if version is None or not is_own:
             self._break(f"chunk {index} of fragment {fragment} is not of this process.")
             return
-        arriving = self._arriving.get(fragment)
-        if arriving is None or arriving.version != version:
-            arriving = self._arriving[fragment] = _Arriving(version, set(self._own[fragment]))
+        if fragment not in self._arriving or self._arriving[fragment][0] != version:
+            self._arriving[fragment] = version, set(own[fragment])
             self.buffers.begin(self._part(fragment), version)
-        if arriving.missing:  # a repeated chunk may have another dtype
+        _, missing = self._arriving[fragment]
+        if missing:  # a repeated chunk may have another dtype
             if not self._store(chunk):
                 del self._arriving[fragment]
                 self.leader.send(events.Spoilt(fragment))
                 return
-            arriving.missing.discard(index)
-            if not arriving.missing:
+            missing.discard(index)
+            if not missing:
                 self.buffers.finish(fragment)
         self.leader.send(events.ArrivedElsewhere(chunk))
 

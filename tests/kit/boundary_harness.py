@@ -279,9 +279,6 @@ class Trainer:
         if failed is not None:
             raise MergeFailed from failed
 
-    def has_begun(self, fragment: int, merge: Merge) -> bool:
-        return False
-
     def read_reports(self) -> Work:
         self._called("read_reports")
         return self.totals

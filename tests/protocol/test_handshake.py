@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from diloco_protocol.clients.dealer import Dealer
-from diloco_protocol.clients.handshake import asks_for_keys, failure
+from diloco_protocol.clients.greeting import asks_for_keys
+from diloco_protocol.clients.handshake import failure
 from diloco_worker.transport.connections import Changes, Connections
 from kit.process_kit import wait_for
 

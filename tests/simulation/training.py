@@ -205,9 +205,6 @@ class Training:
         self._check()
         self.residuals.merges(self.fragments[fragment], merge)
 
-    def has_begun(self, fragment: int, merge: Merge) -> bool:
-        return False
-
     def read_reports(self) -> Work:
         return self._totals()
 

@@ -15,7 +15,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Chunk, Heartbeat, Join, Message, Notice
+from diloco_protocol.messages import Chunk, Heartbeat, Join, Message, Notice, Welcome
 from diloco_protocol.version import VersionId
 from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import heartbeat_interval
@@ -233,7 +233,7 @@ class Worker:
             case effects.PushOver(push_id, code) if code is not None:
                 self.world.tell(self.name, f"hears that push {push_id:#x} is over: {code}")
                 self.referee.told(self.worker_id, push_id, code)
-            case effects.Joined(welcome):
+            case effects.Told(Welcome() as welcome):
                 self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
                 self.online_since = self.world.now
                 if self.welcome_at is None:

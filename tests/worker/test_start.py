@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco_broker import Broker
 from diloco_protocol import UsageError
-from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair
+from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair, ports
 from kit.uniform_model import until
 from kit.whole_run import make_config
 
@@ -92,7 +92,7 @@ def fails_at(place: int) -> Callable[[FrameType, str, Any], Any]:
                 raise Failure(f"{frame.f_code.co_name}, line {frame.f_lineno}")
         return line
 
-    traced = {hook.__file__, pair.__file__, joining.__file__}
+    traced = {hook.__file__, pair.__file__, joining.__file__, ports.__file__}
     return lambda frame, event, _: line if frame.f_code.co_filename in traced else None
 
 

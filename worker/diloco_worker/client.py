@@ -29,14 +29,13 @@ from diloco_protocol import Code, Ledger, Manifest, ProtocolError, RunConfig, Se
 from diloco_protocol.addresses import several
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.errors import Refused, Unreachable, UsageError
-from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
+from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Join, Push, Result
 from diloco_protocol.records import from_plain
 from diloco_protocol.roles import Role
 from diloco_worker.joining import check_sendable, new_session
 from diloco_worker.model.encoding import encode
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.model.values import check_values
 from diloco_worker.session.compatibility import Terms, cut
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import Ask, BeatNow, Observe, RequestVersion
@@ -137,14 +136,9 @@ class DiLoCoClient:
         return self._pulled.parameters()
 
     def _join(self, tensors: ModelTensors) -> None:
-        check_values(tensors)
-        session = new_session(
-            self.worker_id,
-            tensors.manifest,
-            wants=self._wants,
-            heartbeat_interval=self._heartbeat_interval,
-            extra=self._extra,
-        )
+        tensors.check_values()
+        join = Join(self.worker_id, tensors.manifest, wants=self._wants, extra=self._extra)
+        session = new_session(join, self._heartbeat_interval)
         link = self._begin(session, capture=tensors.capture)
         self._await(lambda: link.layout is not None, "joining")
         assert link.terms is not None

@@ -68,11 +68,10 @@ class WorkQueue:
         seed: int | None = 0,
         prefetch: int = 4,
     ) -> None:
-        for what, number, least in (("units", units, 1), ("epochs", epochs, 0)):
+        numbers = (("units", units, 1), ("epochs", epochs, 0), ("prefetch", prefetch, 1))
+        for what, number, least in numbers:
             if type(number) is not int or number < least:
                 raise UsageError(f"{what} is {number!r:.40}; it must be {least} or more.")
-        if type(prefetch) is not int or prefetch < 1:
-            raise UsageError(f"prefetch is {prefetch!r:.40}; it must be 1 or more.")
         self.name, self.units, self.epochs, self.seed = name, units, epochs, seed
         self._diloco, self._line = diloco, diloco.units
         self._prefetch = prefetch

@@ -32,15 +32,13 @@ from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker import pair, settings
 from diloco_worker.counted_steps import CountedSteps
 from diloco_worker.group.beginning import begin_together, same_resumption, same_settings
-from diloco_worker.joining import Joining
 from diloco_worker.launching import write_end
 from diloco_worker.local import LocalOuter, config_of, outer_states
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
-from diloco_worker.model.values import check_values
-from diloco_worker.ports import LocalPorts, RunFacts
+from diloco_worker.ports import PORTS, LocalPorts, Participant, RunFacts
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
 from diloco_worker.saved_state import Resumption, Saved, check_model
@@ -100,7 +98,6 @@ class DiLoCoWorker:
     """
 
     @uncaught.shortens_uncaught
-    @settings.takes_old_keywords
     @settings.suggesting
     def __init__(  # noqa: PLR0913  each keyword is a public setting
         self,
@@ -208,7 +205,7 @@ class DiLoCoWorker:
     def _start(self, server: Given, tensors: ModelTensors) -> DiLoCoWorker:
         pair.occupy(self._model, self, self.worker_id)
         own, ranks, resumption = self._settings, self._ranks, self._resumption
-        checks = [partial(check_values, tensors)]
+        checks = [tensors.check_values]
         if resumption is not None:
             checks.append(partial(check_model, tensors, resumption.checksums))
         if ranks is not None:
@@ -218,7 +215,7 @@ class DiLoCoWorker:
             check()
         leads = ranks is None or ranks.leads
         self._audit = PushLog(own.audit if leads else None, self.worker_id)
-        joining = Joining(
+        parts = Participant(
             server=server,
             worker_id=self.worker_id,
             tensors=tensors,
@@ -236,9 +233,11 @@ class DiLoCoWorker:
             opened=self._opened,
         )
         if own.is_local:
-            self._ports = LocalOuter.of(joining, ranks, self._outer)
+            self._ports = LocalOuter.of(parts, ranks, self._outer)
+        elif ranks is None:
+            self._ports = PORTS.get(str(server), LocalPorts)(**vars(parts)).join()
         else:
-            self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
+            self._ports = begin_together(parts, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
         self._resumption, self._carried, self._outer = None, None, {}

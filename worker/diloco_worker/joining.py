@@ -1,4 +1,4 @@
-"""Joining a run: makes the session, the link, and the ports once the parameters have arrived."""
+"""Joining a run: the session that describes this worker, and the wait for the run's parameters."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from diloco_protocol import Manifest, Unreachable, UsageError, VersionId
+from diloco_protocol import Unreachable, UsageError
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
-from diloco_protocol.tensors.threads import thread_count
-from diloco_worker.model.checksums import frozen_tag
-from diloco_worker.model.flat_state import FlatState
-from diloco_worker.ports import PORTS, LocalPorts, Participant
 from diloco_worker.session.connection import Phase
-from diloco_worker.session.events import Resume
 from diloco_worker.session.news import Arrival
 from diloco_worker.session.session import Session
 from diloco_worker.sync.state import Patience
@@ -31,98 +25,11 @@ logger = logging.getLogger("diloco.worker")
 FIRST_LOG_S = 2.0
 
 
-class Joining(Participant):
-    """A worker that joins a run. Belongs to the training thread."""
-
-    def begin(self) -> LocalPorts:
-        """Join and put the run's parameters into the model; raises as `DiLoCoWorker.start`."""
-        session = self.session()
-        link = self.link(
-            session, capture=self.tensors.capture, tag_of=partial(frozen_tag, self.tensors)
-        )
-        arrived = await_versions(link)
-        assert link.layout is not None
-        if link.has_forgotten:
-            self.resumption = None
-        self.tensors.set_layout(link.layout)
-        make = PORTS.get(str(self.server), LocalPorts)
-        ports = make(**vars(self), link=link, arrived=arrived)
-        ports.begin()
-        return ports
-
-    def session(self, processes: int | None = None) -> Session:
-        """The session of this worker; `processes`: of a group, else None."""
-        own, resumption = self.settings, self.resumption
-        session = new_session(
-            self.worker_id,
-            self.tensors.manifest,
-            wants=own.wants,
-            heartbeat_interval=own.heartbeat_interval,
-            extra=own.extra,
-            has_frozen=True,
-            processes=processes,
-        )
-        if resumption is not None:
-            session.handle(Resume(resumption.terms, resumption.held), time.monotonic())
-        return session
-
-    def link(self, session: Session | None, **arguments: Any) -> Link:
-        """A started link; the arguments are those of `Link`."""
-        link = None
-        states: dict[int, dict[VersionId | None, FlatState]] = {}
-        if self.resumption is not None:  # a session knows its version; a follower has to name it
-            for fragment, state in self.resumption.states.items():
-                held = None if session is not None else self.resumption.held[fragment].version
-                states[fragment] = {held: state}
-        try:
-            link = Link(
-                self.server,
-                session,
-                pinned=self.placement.is_pinned,
-                states=states,
-                welcomed=self.audit.joined,
-                keys=self.keys,
-                **arguments,
-            )
-            self.opened(link)
-        except BaseException:  # once opened, the worker closes it
-            if link is not None:
-                link.close()
-            raise
-        link.start(thread_count(self.settings.tensor_threads))
-        if self.settings.handle_signals is not False:
-            self.termination.install()
-        return link
-
-
-def new_session(
-    worker_id: str,
-    manifest: Manifest,
-    *,
-    wants: Mapping[str, Any] | None = None,
-    heartbeat_interval: float | None = None,
-    extra: Mapping[str, Any] | None = None,
-    has_frozen: bool = False,
-    processes: int | None = None,
-) -> Session:
-    """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
-    join = Join(
-        worker_id,
-        manifest,
-        wants=dict(wants or {}),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        extra=dict(extra or {}),
-        processes=processes or 1,
-    )
+def new_session(join: Join, heartbeat_interval: float | None, **options: bool) -> Session:
+    """A session that joins from this process; the options are those of `Session`."""
+    join = replace(join, host=socket.gethostname(), pid=os.getpid())
     check_sendable(join, "This worker's description (wants, extra, names in the model)")
-    return Session(
-        join,
-        lambda: secrets.randbits(64),
-        heartbeat_interval,
-        is_group=processes is not None,
-        has_frozen=has_frozen,
-    )
+    return Session(join, lambda: secrets.randbits(64), heartbeat_interval, **options)
 
 
 def check_sendable(message: Message, what: str) -> None:

@@ -17,19 +17,22 @@ from typing import Any, TypeVar
 from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.messages import Progress, Push
-from diloco_worker.model.checksums import checksums
+from diloco_protocol.messages import Join, Progress, Push
+from diloco_protocol.tensors.threads import thread_count
+from diloco_worker.joining import await_versions, new_session
+from diloco_worker.model.checksums import checksums, frozen_tag
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.model_watch import Constants
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP
-from diloco_worker.model.values import Constants
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
 from diloco_worker.saved_state import Plain, Resumption, SavedFragment, to_plain
 from diloco_worker.session.downloads import Held
-from diloco_worker.session.events import BeatNow, Event
+from diloco_worker.session.events import BeatNow, Event, Resume
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Work
+from diloco_worker.session.session import Session
 from diloco_worker.settings import Settings
 from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
@@ -86,8 +89,8 @@ class Participant:
 class LocalPorts(Participant):
     """`sync.ports.Ports` of a worker of one process, and what its hook calls."""
 
-    link: Link
-    arrived: dict[int, Arrival]  # by fragment, the version to begin with
+    link: Link = field(init=False)
+    arrived: dict[int, Arrival] = field(default_factory=dict)  # by fragment, to begin with
     fragments: list[FragmentValues] = field(default_factory=list)
     state: SyncState = field(init=False)  # the state of the boundaries
     has_left: bool = False
@@ -96,6 +99,62 @@ class LocalPorts(Participant):
         self._shown: LinkState | None = None  # as of the last poll
 
     # Before training.
+
+    def join(self) -> LocalPorts:
+        """Join and put the run's parameters into the model; raises as `DiLoCoWorker.start`."""
+        tag_of = partial(frozen_tag, self.tensors)
+        link = self.connect(self.session(), capture=self.tensors.capture, tag_of=tag_of)
+        self.arrived = await_versions(link)
+        assert link.layout is not None
+        if link.has_forgotten:
+            self.resumption = None
+        self.tensors.set_layout(link.layout)
+        self.begin()
+        return self
+
+    def session(self, processes: int | None = None) -> Session:
+        """The session of this worker; `processes`: of a group, else None."""
+        own, resumption = self.settings, self.resumption
+        join = Join(
+            self.worker_id,
+            self.tensors.manifest,
+            wants=own.wants,
+            extra=dict(own.extra or {}),
+            processes=processes or 1,
+        )
+        is_group = processes is not None
+        session = new_session(join, own.heartbeat_interval, is_group=is_group, has_frozen=True)
+        if resumption is not None:
+            session.handle(Resume(resumption.terms, resumption.held), self.clock())
+        return session
+
+    def connect(self, session: Session | None, **arguments: Any) -> Link:
+        """Start the link; the arguments are those of `Link`."""
+        link = None
+        states: dict[int, dict[VersionId | None, FlatState]] = {}
+        if self.resumption is not None:  # a session knows its version; a follower has to name it
+            for fragment, state in self.resumption.states.items():
+                held = None if session is not None else self.resumption.held[fragment].version
+                states[fragment] = {held: state}
+        try:
+            link = self.link = Link(
+                self.server,
+                session,
+                pinned=self.placement.is_pinned,
+                states=states,
+                welcomed=self.audit.joined,
+                keys=self.keys,
+                **arguments,
+            )
+            self.opened(link)
+        except BaseException:  # once opened, the worker closes it
+            if link is not None:
+                link.close()
+            raise
+        link.start(thread_count(self.settings.tensor_threads))
+        if self.settings.handle_signals is not False:
+            self.termination.install()
+        return link
 
     def begin(self) -> None:
         """Begin with the run's parameters, or with those of a checkpoint that fits the run."""
@@ -121,7 +180,7 @@ class LocalPorts(Participant):
         self.state = SyncState(
             worker_id=self.worker_id,
             ports=self,
-            link=self.link_state(),
+            link=self.of_leader(self._described),
             options=Options(
                 **{each.name: getattr(self.settings, each.name) for each in fields(Options)}
             ),
@@ -148,13 +207,13 @@ class LocalPorts(Participant):
         self.set_base(part.fragment, None)
         return Held(arrival.version, arrival.released.ledger)
 
-    def link_state(self) -> LinkState:
-        """The state of the link when training begins."""
-        return self._described()
-
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
         """Take the versions of these fragments to begin with."""
-        return [self.arrived.pop(fragment) for fragment in fragments]
+        return self.of_leader(lambda: [self.arrived.pop(fragment) for fragment in fragments])
+
+    def of_leader(self, find: Callable[[], T]) -> T:
+        """The result of the process that has the session: at all ranks of a worker the leader's."""
+        return find()
 
     def values_of(self, arrival: Arrival) -> FlatState | None:
         """This process's values of an arrived version."""
@@ -165,7 +224,7 @@ class LocalPorts(Participant):
         self, saved: Sequence[SavedFragment], layout: ModelLayout, config: RunConfig
     ) -> None:
         """Make the values of each fragment, with the model as it is now."""
-        self._constants = Constants(self.tensors)
+        self._constants = Constants(self.tensors.live)
         self.fragments = [
             FragmentValues(
                 self.tensors.share_of(part),
@@ -235,11 +294,7 @@ class LocalPorts(Participant):
             finish(boundary.leave(self.state, hasty=hasty))
 
     def saved_state(self) -> tuple[Plain | None, None]:
-        """`saved`, and no outer optimizer: the broker has it."""
-        return self.saved(), None
-
-    def saved(self) -> Plain | None:
-        """Parameters and deltas for the checkpoint of a script.
+        """Parameters and deltas for the checkpoint of a script, and no outer optimizer.
 
         None, with a warning, while a merge is interrupted, or once the model lacks tensors of the run.
         """
@@ -257,7 +312,7 @@ class LocalPorts(Participant):
                 "with the run's.",
                 problem,
             )
-            return None
+            return None, None
         fragments = tuple(
             SavedFragment(
                 base, each.base, None if base.in_flight is None else each.delta, each.saved_feedback
@@ -268,7 +323,7 @@ class LocalPorts(Participant):
         )
         place = state.schedule.place
         resumption = Resumption(state.worker_id, terms, place, self._frozen, fragments, sums)
-        return self.to_save(to_plain(resumption, self.tensors.manifest))
+        return self.to_save(to_plain(resumption, self.tensors.manifest)), None
 
     def meet(self, call: str) -> None:
         """Called for each call of the script; the ranks of a worker synchronise here."""
@@ -321,8 +376,7 @@ class LocalPorts(Participant):
 
     @property
     def _has_arrivals(self) -> bool:
-        link = self.link
-        return bool(link.arrivals or link.rejections or link.turns)
+        return self.link.has_news or bool(self.link.turns)
 
     @property
     def _has_changed(self) -> bool:
@@ -337,13 +391,13 @@ class LocalPorts(Participant):
         delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
         self.link.offer(in_flight.push, delta.wire)
-        return self.link.reconnections
+        return self.of_leader(lambda: self.link.reconnections)
 
     def clock(self) -> float:
         return time.monotonic()
 
     def draw(self) -> int:
-        return secrets.randbits(64)
+        return self.of_leader(lambda: secrets.randbits(64))
 
     # The model.
 
@@ -367,9 +421,6 @@ class LocalPorts(Participant):
             self.fragments[fragment].apply(merge, step)
         except Exception as error:
             raise MergeFailed from error
-
-    def has_begun(self, fragment: int, merge: Merge) -> bool:
-        return self.fragments[fragment].has_begun(merge)
 
     # The script, its displays and its log.
 

@@ -183,12 +183,17 @@ T = TypeVar("T")
 
 
 def suggesting(function: Callable[P, T]) -> Callable[P, T]:
-    """Raise UsageError for an unknown keyword of this function, with the nearest known one."""
+    """Raise UsageError for an unknown keyword of this function, with the nearest known one.
+
+    Keywords that moved to `options` are put there first, where the function has them.
+    """
     known = sorted(inspect.signature(function).parameters.keys() - {"self"})
     owner = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if "options" in known:
+            _move_old_keywords(keywords)
         check_names(owner, "keyword", keywords, known)
         return function(*arguments, **keywords)
 
@@ -381,17 +386,6 @@ def _wrong(source: str, value: object, kind: Kind) -> UsageError:
 
 # Moved from `DiLoCoWorker` to its `expect`, as `dylu=True`. The others moved to `options`.
 MOVED_TO_EXPECT = ("num_fragments", "fragment_sync_delay", "fragment_update_alpha")
-
-
-def takes_old_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Let `DiLoCoWorker.__init__` take moved keywords."""
-
-    @wraps(function)
-    def moving(*arguments: P.args, **keywords: P.kwargs) -> T:
-        _move_old_keywords(keywords)
-        return function(*arguments, **keywords)
-
-    return moving
 
 
 def _move_old_keywords(given: dict[str, Any]) -> None:

@@ -6,22 +6,16 @@ a broker that is not running.
 
 from __future__ import annotations
 
-import socket
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from diloco_protocol.clients.greeting import asks_for_keys
 from diloco_protocol.clients.keys import VARIABLE, Keys
 from diloco_protocol.clients.mistaken_address import Mistaken, is_a_feed
 
-# The signature and the major version of ZMTP 3.
-BEGINNING = b"\xff" + bytes(8) + b"\x7f\x03"
-GREETING_BYTES = 64
-MECHANISM = slice(12, 32)
-ANSWERS_WITHIN_S = 0.5
 # Monitor events of a failed handshake.
 FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -145,44 +139,3 @@ class HandshakeMonitor:
     def close(self) -> None:
         self._watched.disable_monitor()
         self.socket.close(linger=0)
-
-
-def asks_for_keys(address: str, within_s: float = ANSWERS_WITHIN_S) -> bool | None:
-    """Whether the ZeroMQ peer at an address requires keys, before any handshake; None if unknown.
-
-    A ZMTP 3 peer (RFC 23) sends its mechanism in the greeting as soon as we have announced that version.
-    If the mechanisms differ, both ends close the connection, and if the peer closes first, the client
-    does not learn the reason; on a busy machine that can repeat for a long time. This code does not send
-    its own mechanism, so it always receives the peer's.
-    """
-    until = time.monotonic() + within_s
-    try:
-        with _connected(address, within_s) as peer:
-            peer.sendall(BEGINNING)
-            greeting = b""
-            while len(greeting) < GREETING_BYTES:
-                peer.settimeout(max(0.001, until - time.monotonic()))
-                said = peer.recv(GREETING_BYTES - len(greeting))
-                if not said:
-                    return None
-                greeting += said
-    except (OSError, ValueError):
-        return None
-    if greeting[0] != 0xFF or greeting[9] & 1 == 0:
-        return None
-    return {b"CURVE": True, b"NULL": False}.get(greeting[MECHANISM].rstrip(b"\0"))
-
-
-def _connected(address: str, within_s: float) -> socket.socket:
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        made = socket.socket(socket.AF_UNIX)
-        made.settimeout(within_s)
-        try:
-            made.connect(f"\0{rest[1:]}" if rest.startswith("@") else rest)
-        except OSError:
-            made.close()
-            raise
-        return made
-    host, _, port = rest.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), within_s)

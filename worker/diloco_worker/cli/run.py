@@ -111,14 +111,8 @@ def run(  # noqa: PLR0913  each is an option
     logging.basicConfig(format="diloco-worker: %(message)s", stream=sys.stderr, level=logging.INFO)
     with failing_in_a_sentence(COMMAND):
         address, command = _address_before(command)
-        given = _settings(
-            server=server_of(address, server, default=None),
-            keys=keys,
-            worker_id=worker_id,
-            slot=slot,
-            shard_index=shard_index,
-            num_shards=num_shards,
-        )
+        place = server_of(address, server, default=None)
+        given = _settings(place, keys, worker_id, slot, (shard_index, num_shards))
         words = with_auto(command) if auto else list(command)
         if own_seed:
             if not auto:
@@ -160,21 +154,16 @@ def _end_file() -> Iterator[Path]:
 
 
 def _settings(
-    *,
     server: str,
     keys: Path | None,
     worker_id: str | None,
     slot: int | None,
-    shard_index: int | None,
-    num_shards: int | None,
+    shard: tuple[int | None, int | None],
 ) -> dict[str, str]:
-    """The variables that say so; checked, so that a mistake is told here and now.
-
-    Raises UsageError.
-    """
+    """The variables of these settings, checked before the script starts; raises UsageError."""
     own = resolve({"server": server, "keys": keys, "worker_id": worker_id})
     given = {"DILOCO_SERVER": str(own.server)}
-    shards = zip((SHARD_INDEX, NUM_SHARDS), (shard_index, num_shards), strict=True)
+    shards = zip((SHARD_INDEX, NUM_SHARDS), shard, strict=True)
     given |= {name: str(value) for name, value in shards if value is not None}
     chosen = chosen_shard(os.environ | given)
     if slot is None:

@@ -5,7 +5,6 @@ Joins nothing and changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from contextlib import closing
@@ -19,6 +18,7 @@ from diloco_protocol import feed
 from diloco_protocol.addresses import can_be_reached, several
 from diloco_protocol.clients.address_file import resolved, wrong_address
 from diloco_protocol.clients.dealer import Dealer
+from diloco_protocol.clients.greeting import greeting_of, requires_keys
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.clients.mistaken_address import is_a_feed
 from diloco_protocol.errors import (
@@ -37,11 +37,6 @@ from diloco_worker.doctor import line
 # Status requests; the quickest one compares the clocks.
 ASKS = 3
 CLOCKS_MAY_DIFFER_S = 5.0
-# The ZMTP greeting, which names the mechanism: https://rfc.zeromq.org/spec/23/
-GREETING_BYTES = 64
-_MECHANISM = slice(12, 32)
-# Our greeting up to the version; libzmq answers with its mechanism.
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 
 
 class Fault(IntEnum):
@@ -61,20 +56,12 @@ class Fault(IntEnum):
     LINE = 13  # the link could not be measured
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A fault and its remedy, as a sentence."""
+@dataclass(eq=False)
+class Wrong(Exception):
+    """A fault and its remedy, as a sentence. Raised where it ends the examination."""
 
     fault: Fault
     text: str
-
-
-class Found(Exception):
-    """Raised for a fault that ends the examination."""
-
-    def __init__(self, fault: Fault, text: str) -> None:
-        super().__init__(text)
-        self.wrong = Wrong(fault, text)
 
 
 @dataclass(frozen=True)
@@ -125,8 +112,8 @@ def _examined(place: str, key_file: Path | None, within_s: float) -> Findings:
     findings = Findings(place)
     try:
         _examine(findings, key_file, within_s)
-    except Found as found:
-        findings.wrong.append(found.wrong)
+    except Wrong as wrong:
+        findings.wrong.append(wrong)
     return findings
 
 
@@ -134,21 +121,21 @@ def _examine(findings: Findings, key_file: Path | None, within_s: float) -> None
     try:
         findings.server = resolved(findings.server)
     except UsageError as error:
-        raise Found(Fault.USAGE, str(error)) from None
+        raise Wrong(Fault.USAGE, str(error)) from None
     host, port = _place(findings.server)
     findings.with_keys = asks_for_keys(host, port, within_s)
     try:
         findings.keys = keys = find_keys(key_file, Role.WORKER, Role.OPERATOR, Role.MONITOR)
     except UsageError as error:
-        raise Found(Fault.KEY_FILE, str(error)) from None
+        raise Wrong(Fault.KEY_FILE, str(error)) from None
     if findings.with_keys and keys is None:
-        raise Found(
+        raise Wrong(
             Fault.NO_KEY,
             "The broker requires a key; give the file that diloco-broker keygen made for this machine "
             "(--keys FILE or DILOCO_KEYS).",
         )
     if keys is not None and not findings.with_keys:
-        raise Found(
+        raise Wrong(
             Fault.UNWANTED_KEY,
             "The broker uses no keys; leave out --keys and DILOCO_KEYS, or give the address of the "
             "broker that was started with --keys.",
@@ -166,12 +153,12 @@ def _place(server: str) -> tuple[str, int]:
     """Host and port of an address."""
     host, _, port = server.removeprefix("tcp://").rpartition(":")
     if not server.startswith("tcp://") or not host or not can_be_reached(server):
-        raise Found(Fault.USAGE, str(wrong_address("The address", server)))
+        raise Wrong(Fault.USAGE, str(wrong_address("The address", server)))
     return host, int(port)
 
 
 def asks_for_keys(host: str, port: int, within_s: float) -> bool:
-    """Whether the broker at this address requires keys; raises Found where no broker answers.
+    """Whether the broker at this address requires keys; raises Wrong where no broker answers.
 
     ZeroMQ retries in silence, so this exchanges the ZMTP greeting over a plain socket.
     """
@@ -180,48 +167,33 @@ def asks_for_keys(host: str, port: int, within_s: float) -> bool:
         socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         text = f"The name {host} cannot be resolved; check the spelling, DNS or /etc/hosts."
-        raise Found(Fault.NAME, text) from None
+        raise Wrong(Fault.NAME, text) from None
     try:
         connection = socket.create_connection((host.strip("[]"), port), within_s)
     except ConnectionRefusedError:
-        raise Found(
+        raise Wrong(
             Fault.PORT,
             f"Nothing listens at {where}; start diloco-broker serve there, or give the control address "
             "that it printed.",
         ) from None
     except OSError as error:
         why = f"within {within_s:g} s" if isinstance(error, TimeoutError) else f"({error.strerror})"
-        raise Found(
+        raise Wrong(
             Fault.PORT,
             f"{where} cannot be reached {why}; is the machine on, and does its firewall let port {port} "
             "through?",
         ) from None
     with closing(connection):
-        greeting = _greeting_of(connection, time.monotonic() + within_s)
-    if len(greeting) < GREETING_BYTES or greeting[0] != 0xFF or not greeting[9] & 1:
+        greeting = greeting_of(connection, time.monotonic() + within_s)
+    found = requires_keys(greeting)
+    if found is None:
         said = "sent no greeting" if not greeting else "speaks another protocol"
-        raise Found(
+        raise Wrong(
             Fault.NOT_A_BROKER,
             f"The server at {where} is not a diloco-broker: it {said}; give the control address that "
             "diloco-broker serve printed.",
         )
-    return greeting[_MECHANISM].rstrip(b"\0") == b"CURVE"
-
-
-def _greeting_of(connection: socket.socket, until: float) -> bytes:
-    """The first 64 bytes that it sends, or fewer."""
-    said = b""
-    with contextlib.suppress(OSError):
-        connection.sendall(_GREETING)
-        while len(said) < GREETING_BYTES and (left := until - time.monotonic()) > 0:
-            connection.settimeout(left)
-            piece = connection.recv(GREETING_BYTES - len(said))
-            if not piece:
-                break
-            said += piece
-            if said[0] != 0xFF:
-                break
-    return said
+    return found
 
 
 def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:
@@ -261,13 +233,13 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
             message, _ = found
             if isinstance(message, Error):
                 is_version = message.code == Code.PROTOCOL_VERSION.value
-                raise Found(Fault.VERSION if is_version else Fault.SILENT, message.text)
+                raise Wrong(Fault.VERSION if is_version else Fault.SILENT, message.text)
             if isinstance(message, Result) and message.request == number:
                 return feed.read_snapshot(message.data)
     except UsageError:
         if (mistake := is_a_feed(findings.server, findings.keys)) is not None:
-            raise Found(Fault.NOT_A_BROKER, mistake.text) from None
-        raise Found(
+            raise Wrong(Fault.NOT_A_BROKER, mistake.text) from None
+        raise Wrong(
             Fault.WRONG_KEY if findings.with_keys else Fault.NOT_A_BROKER,
             "The broker rejects this key: it was revoked or replaced; diloco-broker keygen makes a new "
             "one."
@@ -276,14 +248,14 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
         ) from None
     except (ProtocolError, feed.FeedError) as error:
         is_version = not isinstance(error, ProtocolError) or error.code is Code.PROTOCOL_VERSION
-        raise Found(Fault.VERSION if is_version else Fault.NOT_A_BROKER, str(error)) from None
+        raise Wrong(Fault.VERSION if is_version else Fault.NOT_A_BROKER, str(error)) from None
     if findings.with_keys and dealer.failure is not None:
-        raise Found(
+        raise Wrong(
             Fault.WRONG_KEY,
             "This key was made for another broker; use a key from this broker's keygen, or give the "
             "other broker's address.",
         )
-    raise Found(
+    raise Wrong(
         Fault.SILENT,
         f"{findings.server} accepts connections but does not answer; is it the control address (not "
         "the feed's), and is the broker running? Its log shows what it is doing.",

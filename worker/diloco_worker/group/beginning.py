@@ -18,14 +18,14 @@ from typing import Any
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.version import digest_of, tag_of
 from diloco_worker.group.ports import FollowerPorts, GroupPorts, LeaderPorts
-from diloco_worker.joining import Joining, await_model, await_versions
+from diloco_worker.joining import await_model, await_versions
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.placement import CPU
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.ports import Participant
 from diloco_worker.saved_state import Resumption
 from diloco_worker.session.compatibility import Terms, cut
-from diloco_worker.session.news import Arrival
 from diloco_worker.settings import Settings
 from diloco_worker.transport.between_ranks import (
     Followers,
@@ -115,19 +115,19 @@ def same_resumption(
             )
 
 
-def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
+def begin_together(parts: Participant, ranks: Ranks) -> GroupPorts:
     """Join as one worker; raises as `DiLoCoWorker.start` does, in all processes."""
-    tensors = joining.tensors
+    make = LeaderPorts if ranks.leads else FollowerPorts
+    ports, tensors = make(**vars(parts), ranks=ranks), parts.tensors
     assert isinstance(tensors, SpreadTensors)
     ranks.waits_for = logging_long_waits
     own: Own = Future()
-    link = (_connect_leader if ranks.leads else _connect_follower)(joining, ranks, own)
-    arrived: dict[int, Arrival] = {}
+    link = (_connect_leader if ranks.leads else _connect_follower)(ports, ranks, own)
 
     def tick() -> None:
         ranks.broadcast([WAITING])
-        if link.lost_process is not None:
-            raise GroupBroken(f"{link.lost_process}; this worker has not started.")
+        if isinstance(link.others, Followers) and link.others.lost is not None:
+            raise GroupBroken(f"{link.others.lost}; this worker has not started.")
 
     def await_terms() -> list[Any]:
         await_model(link, only_terms=True, tick=tick)
@@ -135,7 +135,7 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
         return [asdict(link.terms.config), list(link.terms.plan), link.shard, link.has_forgotten]
 
     def take_versions() -> list[Any]:
-        arrived.update(await_versions(link, tick=tick))
+        ports.arrived = await_versions(link, tick=tick)
         return [link.has_forgotten]  # it may have rejoined since
 
     fields, plan, shard, is_new = _from_leader(ranks, await_terms)
@@ -145,19 +145,17 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     terms = link.terms
     assert terms is not None
     if is_new:
-        joining.resumption = None
+        ports.resumption = None
     tensors.set_layout(terms.layout)
     if ranks.leads:
         ranks.gather(None)  # the followers have shared out theirs
     link.share_out(tensors.owners, ranks.rank, tensors.shares)
     if not ranks.leads:
         ranks.gather(None)
-    own.set_result(_own_values(joining, ranks, tensors, terms))
+    own.set_result(_own_values(ports, ranks, tensors, terms))
     (is_new,) = _from_leader(ranks, take_versions)
     if is_new:
-        joining.resumption = None
-    make = LeaderPorts if ranks.leads else FollowerPorts
-    ports = make(**vars(joining), link=link, arrived=arrived, ranks=ranks)
+        ports.resumption = None
     ports.begin()
     states, _ = own.result()
     for fragment in [each for each in states if link.buffers.holds(each)]:
@@ -165,7 +163,7 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     return ports
 
 
-def _connect_leader(joining: Joining, ranks: Ranks, own: Own) -> Link:
+def _connect_leader(ports: GroupPorts, ranks: Ranks, own: Own) -> Link:
     reach = os.environ.get("MASTER_ADDR")
     followers = Followers(ranks.count, reach)
     try:
@@ -174,12 +172,12 @@ def _connect_leader(joining: Joining, ranks: Ranks, own: Own) -> Link:
             ranks.broadcast(None)
             raise UsageError(UNREACHABLE_LEADER.format(reach=reach))
         ranks.broadcast(astuple(followers.address))
-        session = joining.session(processes=ranks.count)
+        session = ports.session(processes=ranks.count)
     except BaseException:
         followers.close()
         raise
     try:
-        return joining.link(
+        return ports.connect(
             session,
             capture=lambda part: own.result()[0][part.fragment],
             tag_of=lambda _: own.result()[1],
@@ -190,13 +188,13 @@ def _connect_leader(joining: Joining, ranks: Ranks, own: Own) -> Link:
         raise
 
 
-def _connect_follower(joining: Joining, ranks: Ranks, own: Own) -> Link:
+def _connect_follower(ports: GroupPorts, ranks: Ranks, own: Own) -> Link:
     ranks.gather(machine())
     told = ranks.broadcast()
     if told is None:
         raise UsageError(UNREACHABLE_LEADER.format(reach=os.environ.get("MASTER_ADDR")))
     leader = LeaderConnection(LeaderAddress(*told), ranks.rank)
-    return joining.link(None, capture=lambda part: own.result()[0][part.fragment], others=leader)
+    return ports.connect(None, capture=lambda part: own.result()[0][part.fragment], others=leader)
 
 
 def _from_leader(ranks: Ranks, find: Callable[[], list[Any]]) -> Sequence[Any]:
@@ -221,11 +219,11 @@ def _from_leader(ranks: Ranks, find: Callable[[], list[Any]]) -> Sequence[Any]:
 
 
 def _own_values(
-    joining: Joining, ranks: Ranks, tensors: SpreadTensors, terms: Terms
+    ports: GroupPorts, ranks: Ranks, tensors: SpreadTensors, terms: Terms
 ) -> tuple[dict[int, FlatState], int]:
     """This process's share of the model's initial values, and the tag of all frozen ones."""
     layout = terms.layout
-    parts = layout.all if joining.resumption is None else (layout.frozen,)
+    parts = layout.all if ports.resumption is None else (layout.frozen,)
     states = {
         part.fragment: tensors.capture(tensors.share_of(part)) for part in parts if part.chunks
     }

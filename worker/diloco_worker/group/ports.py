@@ -7,8 +7,9 @@ the model is ahead is unknown, so all of them end, and resume from the script's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from diloco_protocol import RunConfig, UsageError
@@ -16,16 +17,17 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Progress, Push
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import STEP, GroupBroken, Ranks
-from diloco_worker.model.spread.saved_share import OF_FLIGHT
+from diloco_worker.model.spread.saved_share import with_vectors
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.ports import LocalPorts, RunFacts
 from diloco_worker.saved_state import Plain
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
-from diloco_worker.sync.fragment import InFlight, Merge
+from diloco_worker.sync.fragment import Merge
 from diloco_worker.sync.ports import NonFinite
 from diloco_worker.sync.state import HASTY_S
-from diloco_worker.transport.between_ranks import Codec
+from diloco_worker.transport.between_ranks import Codec, Followers
+from diloco_worker.transport.follower import Follower
 
 # Seconds between polls of a waiting leader: far below the timeout of collectives.
 POLL_EVERY_S = 20.0
@@ -89,12 +91,12 @@ class GroupPorts(LocalPorts):
     def to_save(self, plain: Plain) -> Plain:
         assert isinstance(self.tensors, SpreadTensors)
         # The leader may have left later than the others, and know more of the broker.
-        common = self.ranks.broadcast(without_vectors(plain) if self.ranks.leads else None)
-        own = plain if self.ranks.leads else with_vectors(common, plain)
+        common = self.ranks.broadcast(_without_vectors(plain) if self.ranks.leads else None)
+        own = plain if self.ranks.leads else _with_own(common, plain)
         return self.tensors.shared_out(own, self.reports.counts)
 
     def of_leader(self, find: Callable[[], T]) -> T:
-        """The leader's result, at all ranks, without values of tensors."""
+        # Without values of tensors.
         found: T
         if self.ranks.leads:
             found = find()
@@ -102,16 +104,6 @@ class GroupPorts(LocalPorts):
         else:
             found = CODEC.unpacked(self.ranks.broadcast())
         return found
-
-    def draw(self) -> int:
-        return self.of_leader(super().draw)
-
-    def link_state(self) -> LinkState:
-        self._shown = state = self.of_leader(super().link_state)
-        return state
-
-    def take(self, fragments: Sequence[int]) -> list[Arrival]:
-        return self.of_leader(lambda: super(GroupPorts, self).take(fragments))
 
     def values_of(self, arrival: Arrival) -> FlatState | None:
         """This rank's share."""
@@ -163,37 +155,34 @@ class GroupPorts(LocalPorts):
 class LeaderPorts(GroupPorts):
     """The ports of rank 0, which has the session with the broker."""
 
-    _is_leaving = False
-
     def poll(self) -> Poll:
         found = replace(super().poll(), totals=self._totals)
         self._facts = super(GroupPorts, self).facts
-        if not self._is_leaving:
+        if not self.has_left:
             self.ranks.broadcast(CODEC.packed([found, self._facts]))
         return found
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
-        return self.of_leader(lambda: super(LeaderPorts, self).offer(in_flight, is_new=is_new))
-
     async def wait(self, seconds: float) -> Poll:
-        self._listen(seconds if self._is_leaving else min(seconds, POLL_EVERY_S))
-        if self._has_lost_a_rank:
-            raise GroupBroken(f"{self.link.lost_process}: the others cannot go on without it.")
+        self._listen(seconds if self.has_left else min(seconds, POLL_EVERY_S))
+        if (lost := self._lost) is not None:
+            raise GroupBroken(f"{lost}: the others cannot go on without it.")
         return self.poll()
 
     @property
     def _has_changed(self) -> bool:
-        return self._has_lost_a_rank or super()._has_changed
+        return self._lost is not None or super()._has_changed
 
     @property
-    def _has_lost_a_rank(self) -> bool:
-        return self.link.lost_process is not None and not self._is_leaving
+    def _lost(self) -> str | None:
+        """A sentence once another rank is gone, unless all of them are leaving."""
+        assert isinstance(self.link.others, Followers)
+        return None if self.has_left else self.link.others.lost
 
     def leave(self, *, hasty: bool) -> None:
         """The others wait until this process has left, and hear nothing over the group any more."""
-        self._is_leaving = True
         super().leave(hasty=hasty)
-        self.link.set_last(CODEC.packed([asdict(self.metrics), self._facts]))
+        assert isinstance(self.link.others, Followers)
+        self.link.others.last = CODEC.packed([asdict(self.metrics), self._facts])
 
 
 class FollowerPorts(GroupPorts):
@@ -202,7 +191,7 @@ class FollowerPorts(GroupPorts):
     def poll(self) -> Poll:
         found: Poll
         found, self._facts = CODEC.unpacked(self.ranks.broadcast())
-        self._shown, link, terms = found.link, self.link, self.link.terms
+        link, terms = self.link, self.link.terms
         link.stopping, link.last_error = found.link.over, found.link.last_error or link.last_error
         if terms is not None and terms.config != found.link.config:
             link.terms = replace(terms, config=found.link.config)
@@ -210,12 +199,6 @@ class FollowerPorts(GroupPorts):
 
     async def wait(self, seconds: float) -> Poll:
         return self.poll()  # the leader polls again when it has waited
-
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
-        delta = self.fragments[in_flight.push.fragment].delta
-        assert delta is not None
-        self.link.offer(in_flight.push, delta.wire)
-        return self.of_leader(lambda: self.link.reconnections)
 
     async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         arrival = merge.arrival
@@ -237,8 +220,9 @@ class FollowerPorts(GroupPorts):
         self.has_left = True
         patience = HASTY_S if hasty else self.settings.timeout
         self.link.wait_for(lambda: False, patience + LEADER_LEAVES_WITHIN_S)
-        if self.link.last_of_leader:
-            counts, self._facts = CODEC.unpacked(self.link.last_of_leader)
+        assert isinstance(self.link.session, Follower)
+        if last := self.link.session.last:
+            counts, self._facts = CODEC.unpacked(last)
             for name, value in counts.items():
                 setattr(self.metrics, name, value)
 
@@ -260,25 +244,19 @@ CODEC = _WithoutTensors(
 )
 
 
-# The saved state of a worker: the part that all ranks share, and the vectors of each one's share.
+def _without_vectors(plain: Plain) -> Plain:
+    """The part of a saved state that all ranks share."""
 
+    def nothing(_: object) -> None:
+        return None
 
-def without_vectors(plain: Plain) -> Plain:
-    fragments = []
-    for each in plain["fragments"]:
-        push = each["flight"]
-        if push is not None:
-            push = {**push, **dict.fromkeys((*OF_FLIGHT, "codes"))}
-        fragments.append({**each, "base": None, "flight": push, "residual": None, "gains": []})
+    fragments = [with_vectors([each], nothing, nothing) for each in plain["fragments"]]
     return {**plain, "fragments": fragments, "checksums": {}}
 
 
-def with_vectors(common: Plain, own: Plain) -> Plain:
-    fragments = []
-    for each, mine in zip(common["fragments"], own["fragments"], strict=True):
-        vectors = {name: mine[name] for name in ("base", "residual", "gains")}
-        push = each["flight"]
-        if push is not None:
-            push = {**push, **{name: mine["flight"][name] for name in (*OF_FLIGHT, "codes")}}
-        fragments.append({**each, **vectors, "flight": push})
+def _with_own(common: Plain, own: Plain) -> Plain:
+    """That part, with the vectors of this rank."""
+    pairs = zip(common["fragments"], own["fragments"], strict=True)
+    last = itemgetter(-1)
+    fragments = [with_vectors(pair, last, last) for pair in pairs]
     return {**common, "fragments": fragments, "checksums": own["checksums"]}

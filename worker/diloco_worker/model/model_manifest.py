@@ -58,7 +58,7 @@ def manifest_of(model: nn.Module | Sequence[nn.Module], *, may_be_spread: bool =
             kind = Kind.FROZEN if tied else Kind.BUFFER
         entry = TensorEntry(name, tuple(tensor.shape), dtype_name(tensor), kind, tuple(aliases))
         if kind is Kind.BUFFER and entry.is_floating_point and bool(torch.isinf(own[name]).any()):
-            entry = replace(entry, kind=Kind.FROZEN)  # a constant; see `values`
+            entry = replace(entry, kind=Kind.FROZEN)  # a constant; see `model_watch`
         entries.append(entry)
     manifest = Manifest(tuple(entries))
     require_sound(manifest)

@@ -6,7 +6,7 @@ copies are queued on the current stream of the calling thread, and waited for be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_protocol.tensors.codecs import has_nan, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
 from diloco_worker.model.encoding import Delta, encode
 from diloco_worker.model.flat_state import FlatState
@@ -116,7 +117,7 @@ class ModelTensors:
     @property
     def pins(self) -> bool:
         """Whether host memory for these tensors is pinned."""
-        return self.may_pin and _on_cuda(self.lookup().values())
+        return self.may_pin and any(device.type == "cuda" for device in self.devices)
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
         """Each entry of the manifest with its current tensor; raises UsageError as `_checked`."""
@@ -126,7 +127,8 @@ class ModelTensors:
     def capture(self, layout: FragmentLayout) -> FlatState:
         """Copy a fragment's values to the host; raises UsageError as `_checked`."""
         live = self._live(layout)
-        state = FlatState.empty(layout, pinned=self.may_pin and _on_cuda(live.values()))
+        is_on_cuda = any(tensor.is_cuda for tensor in live.values())
+        state = FlatState.empty(layout, pinned=self.may_pin and is_on_cuda)
         for place in state.layout.places:
             tensor, target = live[place.entry.name].detach(), state.of(place)
             # Converted on its device, so that the copy to the host can be queued.
@@ -160,6 +162,35 @@ class ModelTensors:
         """
         change.carry_out(self._live(change.new.layout))
 
+    def check_values(self) -> None:
+        """Raise UsageError for values that no run can start with: NaN, infinities in values trained or
+        averaged, fp64 values beyond the range of fp32.
+        """
+        for entry, tensor in self.live():
+            is_wide = tensor.dtype is torch.float64
+            if not entry.is_floating_point or is_finite(tensor.float() if is_wide else tensor):
+                continue
+            if has_nan(tensor):
+                raise UsageError(
+                    f"{entry.name} holds NaN, so no run can start with it; fix the initialisation of "
+                    "the model, or load another checkpoint."
+                )
+            if is_finite(tensor):
+                raise UsageError(
+                    f"{entry.name} is {entry.dtype} and holds values beyond the range of fp32, in which "
+                    "models travel; scale it down."
+                )
+            if entry.kind is Kind.TRAINABLE:
+                raise UsageError(
+                    f"{entry.name} is trained and holds infinities; fix the initialisation of the "
+                    "model, or load another checkpoint."
+                )
+            if entry.kind is Kind.BUFFER:
+                raise UsageError(
+                    f"{entry.name} is a buffer that is averaged, and holds infinities; a constant must "
+                    "hold them when the DiLoCoWorker is made, or be frozen in the client's manifest."
+                )
+
     def put(self, state: FlatState) -> None:
         self.bring_in(Change(state))
 
@@ -181,7 +212,3 @@ class ModelTensors:
                 )
             found[entry.name] = tensor
         return found
-
-
-def _on_cuda(tensors: Iterable[Tensor]) -> bool:
-    return any(tensor.is_cuda for tensor in tensors)

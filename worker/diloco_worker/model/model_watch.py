@@ -2,19 +2,22 @@
 
 A run has the tensors that the model had when its worker was made. New ones are never sent, and a
 replaced one is sent in place of the old. Only names, shapes, dtypes, `requires_grad` and identities are
-compared, never values, so it takes about a millisecond. Modules may replace their buffers, and a
-parameter may get other `.data`.
+compared, so it takes about a millisecond; values only of constants. Modules may replace their buffers,
+and a parameter may get other `.data`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from diloco_protocol import Kind, TensorEntry
 from diloco_protocol.manifest import summarise
+from diloco_protocol.tensors.codecs import is_finite
 from diloco_worker.model.model_manifest import dtype_name
 from diloco_worker.model.wrappers import named_tensors
 
@@ -78,6 +81,39 @@ class ModelWatch:
             if name in live and other in live and live[name].data_ptr() != live[other].data_ptr()
         ]
         return clauses
+
+
+class Constants:
+    """Watches constant buffers: changes of them are not sent.
+
+    A float buffer that holds an infinity when the worker is made (a causal mask) cannot be averaged. It
+    is a constant of the frozen part, which travels once, as it is. NaN never travels.
+
+    Args:
+        live: each entry of the manifest with its current tensor.
+    """
+
+    def __init__(self, live: Callable[[], Iterator[tuple[TensorEntry, Tensor]]]) -> None:
+        self._live = live
+        self._values = {
+            entry.name: tensor.clone()
+            for entry, tensor in live()
+            if entry.kind is Kind.FROZEN and entry.is_floating_point and not is_finite(tensor)
+        }
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each one that changed, once."""
+        if not self._values:
+            return
+        for entry, tensor in self._live():
+            before = self._values.get(entry.name)
+            if before is not None and not torch.equal(before, tensor):
+                del self._values[entry.name]
+                yield (
+                    f"{entry.name} has changed: it held infinities at the start, so it is a constant "
+                    "and is not synchronised. Start with finite values, or make it persistent=False if "
+                    "it is this worker's own."
+                )
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

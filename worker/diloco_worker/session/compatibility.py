@@ -42,6 +42,20 @@ class Terms:
     layout: ModelLayout
 
 
+class OnTerms:
+    """Something that knows the terms once the worker has joined."""
+
+    terms: Terms | None = None
+
+    @property
+    def config(self) -> RunConfig | None:
+        return self.terms.config if self.terms else None
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        return self.terms.layout if self.terms else None
+
+
 def check_welcome(
     manifest: Manifest,
     welcome: Welcome,

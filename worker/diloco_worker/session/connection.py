@@ -180,11 +180,8 @@ class Connection:
     @property
     def times(self) -> list[float]:
         """The deadlines."""
-        unanswered = self._unanswered_since
-        patience_ends = None if unanswered is None else unanswered + self._join_patience_s
-        times = [self._wake_at, self._beat_at, patience_ends, self._silent_at, self._unreached_at]
-        times.append(self.bulk.gives_up_at)
-        return [at for at in times if at is not None]
+        times = [self._wake_at, self._beat_at, self.bulk.gives_up_at]
+        return [*(at for at in times if at is not None), *(at for at, _ in self._patience_ends())]
 
     def open(self, now: float) -> effects.Effect:
         self.phase = Phase.CONNECTING
@@ -284,37 +281,26 @@ class Connection:
 
     def dead_ends(self, now: float) -> Iterator[str]:
         """Why the connection counts as broken although no error was reported."""
-        if (unreached_at := self._unreached_at) is not None and now >= unreached_at:
-            yield f"No broker answered within {CONNECT_PATIENCE_S:.0f} s."
-        since = self._unanswered_since
-        if since is not None and now - since >= self._join_patience_s:
-            yield f"The broker did not answer the join within {self._join_patience_s:.0f} s."
-        if (silent_at := self._silent_at) is not None and now >= silent_at:
-            yield f"The broker was silent for {now - (self.last_heard or now):.0f} s."
+        for at, reason in self._patience_ends():
+            if now >= at:
+                yield reason.format(now - (self.last_heard or now))
         yield from self.bulk.give_up(now)
+
+    def _patience_ends(self) -> Iterator[tuple[float, str]]:
+        """When to give up on an answer, and why; with a place for the seconds of silence."""
+        if self.seeks_another:  # the current address counts as unreachable
+            reason = f"No broker answered within {CONNECT_PATIENCE_S:.0f} s."
+            yield self._connecting_since + CONNECT_PATIENCE_S, reason
+        if self.phase is Phase.JOINING and self._wake_at is None:
+            reason = f"The broker did not answer the join within {self._join_patience_s:.0f} s."
+            yield self._joining_since + self._join_patience_s, reason
+        if self.is_joined and self._interval and self.last_heard is not None:
+            yield self.last_heard + self._silent_s, "The broker was silent for {:.0f} s."
 
     @property
     def seeks_another(self) -> bool:
         """Whether there is another address to try when this one does not answer."""
         return self.places.are_several and self.phase is Phase.CONNECTING
-
-    @property
-    def _unreached_at(self) -> float | None:
-        """When the current address counts as unreachable."""
-        return self._connecting_since + CONNECT_PATIENCE_S if self.seeks_another else None
-
-    @property
-    def _unanswered_since(self) -> float | None:
-        """When the unanswered join was sent."""
-        unanswered = self.phase is Phase.JOINING and self._wake_at is None
-        return self._joining_since if unanswered else None
-
-    @property
-    def _silent_at(self) -> float | None:
-        """When the silence of a joined broker counts as a broken connection."""
-        if not self.is_joined or not self._interval or self.last_heard is None:
-            return None
-        return self.last_heard + self._silent_s
 
     def must_beat(self, now: float) -> bool:
         return self._beat_at is not None and now >= self._beat_at

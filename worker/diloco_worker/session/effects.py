@@ -124,14 +124,6 @@ class NameFrozen(Effect):
 
 
 @dataclass(frozen=True)
-class Joined(Effect):
-    """The broker has welcomed this worker (again)."""
-
-    welcome: Welcome
-    again: bool
-
-
-@dataclass(frozen=True)
 class JoinRefused(Effect):
     """The broker refuses this worker. `final` before the first welcome; later it is retried."""
 
@@ -144,7 +136,7 @@ class JoinRefused(Effect):
 class Told(Effect):
     """A message of the broker that training must know."""
 
-    message: Grant | Notice
+    message: Welcome | Grant | Notice
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,13 @@ class Resume(Event):
 
 @dataclass(frozen=True)
 class ShareOut(Event):
-    """The chunks of the model are shared out among the processes of this worker."""
+    """The chunks of the model are shared out among the processes of this worker.
+
+    `terms`: those that the leader has joined on, for the other processes.
+    """
 
     owners: Owners
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True)

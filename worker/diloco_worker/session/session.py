@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, VersionId, messages
+from diloco_protocol import Code, ModelLayout, ProtocolError, VersionId, messages
 from diloco_protocol.description import describe
 from diloco_protocol.messages import in_a_header
 from diloco_worker.session import effects, events
-from diloco_worker.session.compatibility import Terms, changed, check_welcome, gives_way
+from diloco_worker.session.compatibility import OnTerms, Terms, changed, check_welcome, gives_way
 from diloco_worker.session.connection import (
     ELSEWHERE,
     REPLACED,
@@ -43,7 +43,7 @@ from diloco_worker.session.units import Units
 from diloco_worker.session.uploads import Uploads
 
 
-class Session:
+class Session(OnTerms):
     """The conversation of a worker, or of an observer (without `join`), with its broker.
 
     Args:
@@ -70,7 +70,6 @@ class Session:
         self.worker_id = "" if join is None else join.worker_id
         self.manifest = None if join is None else join.manifest
         self.connection = Connection(heartbeat_interval)
-        self.terms: Terms | None = None
         self.run: str | None = None
         self.uploads = Uploads(self.connection, self.lanes)
         self.downloads = Downloads(self.connection, observer=join is None, lanes=self.lanes)
@@ -89,14 +88,6 @@ class Session:
     @property
     def phase(self) -> Phase:
         return self.connection.phase
-
-    @property
-    def config(self) -> RunConfig | None:
-        return self.terms.config if self.terms else None
-
-    @property
-    def layout(self) -> ModelLayout | None:
-        return self.terms.layout if self.terms else None
 
     def wakes_at(self) -> float | None:
         """When a `Tick` has something to do; None = not by itself."""
@@ -323,12 +314,11 @@ class Session:
                 download.held = None
             yield effects.DropParts()
         self._set_terms(terms)
-        again = self.connection.token is not None
         self.connection.is_welcomed(welcome.session, terms.config, now, welcome.lease)
         self.run = welcome.run or self.run
         if (text := gives_way(terms.config, own)) is not None:
             yield effects.Say(text, trouble=True)
-        yield effects.Joined(welcome, again)
+        yield effects.Told(welcome)
         yield from self.downloads.open_window(welcome.session)
         yield from self.units.welcomed()  # before pushes, which name data sets
         for upload in self.uploads:  # the oldest first

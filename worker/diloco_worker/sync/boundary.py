@@ -2,7 +2,7 @@
 
 With P fragments there are P *slots* in each cycle of H steps (Streaming DiLoCo, Douillard et al. 2025,
 arXiv 2501.18512). At a slot a fragment's delta is frozen and offered to the broker, and
-`fragment.next_action` says after which step its reply is merged. Meanwhile the link sends and receives
+`fragment.merge_steps` says after which step its reply is merged. Meanwhile the link sends and receives
 at no cost to the training thread. `schedule` says whose turn it is and who may be waited for.
 
 A boundary reads and changes a `SyncState`, and acts through its ports. It may be interrupted anywhere
@@ -19,7 +19,6 @@ from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import RequestVersion, StepsLost, VerifyPushes
 from diloco_worker.session.news import Arrival, Work
 from diloco_worker.sync.fragment import (
-    Action,
     Fragment,
     InFlight,
     Merge,
@@ -27,7 +26,6 @@ from diloco_worker.sync.fragment import (
     compared,
     known_pushes,
     merge_steps,
-    next_action,
 )
 from diloco_worker.sync.ports import MergeFailed, NonFinite
 from diloco_worker.sync.schedule import SchedulePlace, TurnState
@@ -335,7 +333,7 @@ def _where(bad: NonFinite, dtype: str) -> str:
 def _must_wait(state: SyncState, fragment: Fragment) -> bool:
     """Whether training waits for this fragment's reply after this step."""
     in_flight = fragment.in_flight
-    return in_flight is not None and next_action(in_flight, state.step) is Action.WAIT
+    return in_flight is not None and in_flight.is_awaited(state.step)
 
 
 async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
@@ -467,7 +465,7 @@ async def settle(
         try:
             await state.ports.merge(fragment.number, merge, state.step)
         except BaseException as error:
-            if not state.ports.has_begun(fragment.number, merge):
+            if merge.change is None:
                 fragment.has_not_begun()
             if not isinstance(error, MergeFailed):
                 raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.bitmap import Bitmap
@@ -46,14 +47,6 @@ class Outcome(str, Enum):
     FAILED = "failed"  # the model could not be changed; the next poll retries
 
 
-class Action(Enum):
-    """What training does about an in-flight push after an optimizer step."""
-
-    GO_ON = "go on"
-    MERGE = "merge"  # the reply is here, and it is time
-    WAIT = "wait"  # the reply is not here, and training waits for it
-
-
 def merge_steps(config: RunConfig, sync_every: int, frozen_at: int) -> tuple[int, int]:
     """When a delta that was frozen after step s is merged.
 
@@ -76,13 +69,6 @@ def merge_steps(config: RunConfig, sync_every: int, frozen_at: int) -> tuple[int
     else:
         longest = max(tau, latest or 0)
     return frozen_at + tau, frozen_at + longest
-
-
-def next_action(in_flight: InFlight, step: int, *, has_reply: bool = False) -> Action:
-    """What training does about an in-flight push after this step, by the rule of `merge_steps`."""
-    if has_reply:
-        return Action.MERGE if step >= in_flight.apply_at else Action.GO_ON
-    return Action.WAIT if step >= in_flight.wait_at and not in_flight.is_detached else Action.GO_ON
 
 
 def overlaps(config: RunConfig) -> bool:
@@ -117,6 +103,10 @@ class InFlight:
         """Optimizer steps in it."""
         return self.push.steps
 
+    def is_awaited(self, step: int) -> bool:
+        """Whether training waits for its reply after this step."""
+        return step >= self.wait_at and not self.is_detached
+
 
 @dataclass(frozen=True)
 class Dropped:
@@ -127,9 +117,9 @@ class Dropped:
     versions: int = 0  # that have come into the model since
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Merge:
-    """A decision that is not yet applied to the model."""
+    """A decision that is not yet applied to the model, or not to all of it."""
 
     outcome: Outcome
     in_flight: InFlight | None = None
@@ -143,6 +133,8 @@ class Merge:
     settled: Mapping[int, Bitmap] = field(default_factory=dict)
     # The chunks of the rejected push that may be in a version nevertheless; None without a rejection.
     may_count: Bitmap | None = None
+    change: Any = None  # of the model, once it has begun; an interrupted one is resumed
+    is_applied: bool = False  # the model is in line with it
 
 
 @dataclass(frozen=True)
@@ -184,7 +176,7 @@ class Fragment:
         if self.merge is not None or self.reply is not None or self.rejection is not None:
             return False
         push = self.in_flight
-        return push is None or (push.is_offered and next_action(push, step) is Action.GO_ON)
+        return push is None or (push.is_offered and not push.is_awaited(step))
 
     @property
     def is_over(self) -> bool:
@@ -229,7 +221,7 @@ class Fragment:
                 return None
             return Merge(Outcome.MOVED, arrival=reply, settled=self._settled(reply))
         if reply is not None:
-            if not now and next_action(in_flight, step, has_reply=True) is not Action.MERGE:
+            if not now and step < in_flight.apply_at:
                 return None
             settled = self._settled(reply, in_flight)
             return Merge(

@@ -62,8 +62,6 @@ class FragmentValues:
     kept_on: torch.device  # where the base is
     saved: InitVar[SavedFeedback | None] = None
     feedback: Feedback = field(init=False)
-    _change: Change | None = None  # of an interrupted merge
-    _last_merge: Merge | None = None  # the last one
 
     def __post_init__(self, saved: SavedFeedback | None) -> None:
         self.feedback = Feedback(self.part, self.tensors.room, self.config.feedback_decay)
@@ -80,15 +78,6 @@ class FragmentValues:
     @property
     def _rebases(self) -> bool:
         return self.config.fragment_merge == "rebase"
-
-    @property
-    def is_partial(self) -> bool:
-        """A merge was interrupted: a part of the model may be ahead of the rest."""
-        return self._change is not None
-
-    def has_begun(self, merge: Merge) -> bool:
-        """Whether a part of this merge, or all of it, is in the model."""
-        return self.is_partial or merge is self._last_merge
 
     def freeze(self, dtype: str) -> float | NonFinite | None:
         """Freeze global minus local into `delta`, in this wire dtype, unless it is not finite.
@@ -118,19 +107,15 @@ class FragmentValues:
 
     def apply(self, merge: Merge, step: int) -> None:
         """Bring the model in line, after this step. Interrupted, it resumes when called again."""
-        if merge is self._last_merge:  # interrupted after its end
-            self._change = None
+        if merge.is_applied:  # interrupted after its end
             return
-        change = self._change
-        if change is None:
-            change = self._change_of(merge, step)
+        change: Change = merge.change or self._change_of(merge, step)
         if merge.is_void and not change.is_void:
             change = Change(change.new, is_void=True)
-        self._change = change
+        merge.change = change
         self.tensors.bring_in(change)
         self._keep(merge, change.new)
-        self._last_merge = merge
-        self._change = None
+        merge.is_applied = True
 
     def _change_of(self, merge: Merge, step: int) -> Change:
         in_flight, arrival = merge.in_flight, merge.arrival

@@ -78,11 +78,8 @@ class Ports(Protocol):
         """Bring the model in line after this optimizer step.
 
         Raises:
-            MergeFailed: it could not be changed; a part of it may have been (`has_begun`).
+            MergeFailed: it could not be changed; a part of it may have been (`merge.change`).
         """
-
-    def has_begun(self, fragment: int, merge: Merge) -> bool:
-        """Whether a part of this merge, or all of it, is in the model."""
 
     # The script, its displays and its log.
 

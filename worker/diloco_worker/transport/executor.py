@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from diloco_protocol import Code
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
-from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push
+from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push, Welcome
 from diloco_worker.session import effects, events
 from diloco_worker.session.session import Session
+from diloco_worker.transport.inbox import Inbox
 
 # Rejections that training handles without a warning here.
 EXPECTED = (Code.LATE, Code.STALE)
@@ -21,7 +22,7 @@ QUIET = (
     *(effects.StoreChunk, effects.NameFrozen),
 )
 # Effects for the training thread or the log alone.
-TOLD = (effects.Joined, effects.JoinRefused, effects.Told, effects.Answered, effects.Say)
+TOLD = (effects.JoinRefused, effects.Told, effects.Answered, effects.Say)
 
 
 class Network(Protocol):
@@ -40,13 +41,6 @@ class Network(Protocol):
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None: ...
     def welcomed(self, epoch: str, /) -> object: ...  # the broker accepted this worker
     def say(self, text: str, *, trouble: bool = False) -> None: ...
-
-
-class Inboxes(Protocol):
-    """Takes the results of a session for the training thread."""
-
-    def take_in(self, effect: effects.Effect, values: Any = None) -> None:
-        """`values`: of a delivered version."""
 
 
 class Others(Protocol):
@@ -89,7 +83,7 @@ class Executor:
     """Feeds events to a session and executes its effects."""
 
     session: Session
-    inbox: Inboxes
+    inbox: Inbox
     network: Network
     memory: Memory
     noticed: Callable[[effects.Effect], None] = lambda _: None  # called before each effect
@@ -163,9 +157,10 @@ class Executor:
         """Log an effect."""
         network = self.network
         match effect:
-            case effects.Joined(welcome, again):
+            case effects.Told(Welcome() as welcome):
                 network.welcomed(welcome.epoch)
-                how = "Back at" if again else "Joined the run at"
+                is_back = self.session.connection.reconnections > 0
+                how = "Back at" if is_back else "Joined the run at"
                 network.say(f"{how} {network.address}, expected from round {welcome.first_round}.")
             case effects.PushOver(_, code, text) if code is not None and code not in EXPECTED:
                 network.say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)

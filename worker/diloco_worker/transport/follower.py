@@ -11,37 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco_protocol import ModelLayout, RunConfig, VersionId
+from diloco_protocol import VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Credit
 from diloco_worker.session import effects, events
-from diloco_worker.session.compatibility import Terms
-from diloco_worker.session.connection import Owners, Phase
+from diloco_worker.session.compatibility import OnTerms, Terms
+from diloco_worker.session.connection import Phase
 from diloco_worker.session.downloads import CREDIT_BATCH
 from diloco_worker.transport import between_ranks as ranks
 from diloco_worker.transport.executor import Network
 from diloco_worker.transport.fragment_buffers import FragmentBuffers
 
 
-@dataclass(frozen=True)
-class SharesKnown(events.Event):
-    """The leader has joined on these terms; the chunks of the model are shared out."""
-
-    terms: Terms
-    owners: Owners
-
-
-@dataclass
-class _Arriving:
-    """This rank's share of the newest version of a fragment."""
-
-    version: VersionId
-    missing: set[int]  # chunks
-
-
 @dataclass(eq=False, repr=False)
-class Follower:
+class Follower(OnTerms):
     """Handles the records of the leader and the chunks of the broker."""
 
     network: Network
@@ -52,23 +36,15 @@ class Follower:
     payload: Any = None  # of the received chunk
     last: bytes = b""  # the leader's last message
     uploads: set[int] = field(default_factory=set)  # push ids of seeding pushes
-    _terms: Terms | None = None
-    _own: tuple[frozenset[int], ...] = ()  # by fragment, the chunks of this rank
+    terms: Terms | None = None
     _token: bytes = b""  # of the leader's session
     _is_open: bool = False
     _owed: int = 0  # credits not yet given back
-    _arriving: dict[int, _Arriving] = field(default_factory=dict)  # by fragment
+    # By fragment, the newest version, and the chunks of this rank's share that it lacks.
+    _arriving: dict[int, tuple[VersionId, set[int]]] = field(default_factory=dict)
     _offered: dict[int, int] = field(default_factory=dict)  # by fragment, the last push id
     # Chunks of pushes that are not laid out yet.
     _waiting: list[effects.SendChunk] = field(default_factory=list)
-
-    @property
-    def config(self) -> RunConfig | None:
-        return self._terms.config if self._terms else None
-
-    @property
-    def layout(self) -> ModelLayout | None:
-        return self._terms.layout if self._terms else None
 
     def wakes_at(self) -> float | None:
         return None
@@ -76,12 +52,8 @@ class Follower:
     def feed(self, event: ranks.Record) -> None:  # noqa: C901, PLR0912  a case for each event
         match event:
             # From the training thread.
-            case SharesKnown(terms, owners):
-                self._terms = terms
-                self._own = tuple(
-                    frozenset(index for index, rank in enumerate(each) if rank == self.leader.rank)
-                    for each in owners
-                )
+            case events.ShareOut(_, terms):
+                self.terms = terms
             case events.Offer(push):
                 self._end_push(self._offered.get(push.fragment))
                 self._offered[push.fragment] = push.push_id
@@ -95,7 +67,7 @@ class Follower:
                 self._close()
             case effects.SendChunk():
                 self._send(event)
-            case ranks.Seed(push) if self._own[push.fragment]:
+            case ranks.Seed(push) if self.buffers.numbers[push.fragment]:
                 self.uploads.add(push.push_id)
                 if self.buffers.prepare(push.push_id, self._part(push.fragment), push.base):
                     self._send_waiting()
@@ -118,16 +90,16 @@ class Follower:
                 self._break(reason)
 
     def _part(self, fragment: int) -> FragmentLayout:
-        assert self._terms is not None
-        return self._terms.layout.all[fragment]
+        assert self.terms is not None
+        return self.terms.layout.all[fragment]
 
     # The connection to the broker.
 
     def _open(self, asked: ranks.OpenBulk) -> None:
-        assert self._terms is not None
+        assert self.terms is not None
         self._close()
-        config = replace(self._terms.config, reply_dtype=asked.reply_dtype)
-        self._terms = replace(self._terms, config=config)
+        config = replace(self.terms.config, reply_dtype=asked.reply_dtype)
+        self.terms = replace(self.terms, config=config)
         self._token, self._is_open = asked.binding.session, True
         self.connect(asked.address, asked.shortcut)
         self.network.send(asked.binding, bulk=True)
@@ -176,28 +148,29 @@ class Follower:
             self.network.send(Credit(self._owed, self._token), bulk=True)
             self._owed = 0
         fragment, index, version = chunk.fragment, chunk.index, chunk.version
-        is_own = 0 <= fragment < len(self._own) and index in self._own[fragment]
+        own = self.buffers.numbers  # by fragment, the chunks of this rank
+        is_own = 0 <= fragment < len(own) and index in own[fragment]
         if version is None or not is_own:
             self._break(f"chunk {index} of fragment {fragment} is not of this process.")
             return
-        arriving = self._arriving.get(fragment)
-        if arriving is None or arriving.version != version:
-            arriving = self._arriving[fragment] = _Arriving(version, set(self._own[fragment]))
+        if fragment not in self._arriving or self._arriving[fragment][0] != version:
+            self._arriving[fragment] = version, set(own[fragment])
             self.buffers.begin(self._part(fragment), version)
-        if arriving.missing:  # a repeated chunk may have another dtype
+        _, missing = self._arriving[fragment]
+        if missing:  # a repeated chunk may have another dtype
             if not self._store(chunk):
                 del self._arriving[fragment]
                 self.leader.send(events.Spoilt(fragment))
                 return
-            arriving.missing.discard(index)
-            if not arriving.missing:
+            missing.discard(index)
+            if not missing:
                 self.buffers.finish(fragment)
         self.leader.send(events.ArrivedElsewhere(chunk))
 
     def _store(self, chunk: Chunk) -> bool:
         """Whether the chunk was decoded: a difference may be from another copy than the one held."""
-        assert self._terms is not None
-        wire, fragment, index = self._terms.config.reply_dtype, chunk.fragment, chunk.index
+        assert self.terms is not None
+        wire, fragment, index = self.terms.config.reply_dtype, chunk.fragment, chunk.index
         if chunk.delta_of is None:
             self.buffers.store(fragment, index, self.payload, whole_dtype(wire))
             return True

@@ -90,7 +90,7 @@ class FragmentBuffers:
     _bases: dict[int, FlatState] = field(default_factory=dict)
     # By fragment, in a group: the share of this rank, and the index of each chunk in it.
     _shares: tuple[FragmentLayout, ...] = ()
-    _numbers: Sequence[Mapping[int, int]] = ()
+    numbers: Sequence[Mapping[int, int]] = ()
     _copying: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self, states: Mapping[int, Versions]) -> None:
@@ -100,13 +100,13 @@ class FragmentBuffers:
         """From now on only the chunks of this rank come and go, which are these shares."""
         self._shares = shares
         own = [[index for index, owner in enumerate(each) if owner == rank] for each in owners]
-        self._numbers = [{index: number for number, index in enumerate(each)} for each in own]
+        self.numbers = [{index: number for number, index in enumerate(each)} for each in own]
 
     def _share(self, layout: FragmentLayout) -> FragmentLayout:
         return self._shares[layout.fragment] if self._shares else layout
 
     def _number(self, fragment: int, index: int) -> int:
-        return self._numbers[fragment][index] if self._numbers else index
+        return self.numbers[fragment][index] if self.numbers else index
 
     def begin(self, layout: FragmentLayout, version: VersionId | None = None) -> None:
         fragment = layout.fragment

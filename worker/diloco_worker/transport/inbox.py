@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_protocol import ModelLayout, Refused, RunConfig
+from diloco_protocol import Refused
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Notice, Progress, Welcome
 from diloco_worker.session import effects
-from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.compatibility import OnTerms
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Turning
 from diloco_worker.session.previous_incarnation import SENT_BEFORE
@@ -22,7 +22,7 @@ from diloco_worker.session.session import Session
 SIGNALS_WITHIN_S = 1.0
 
 
-class Inbox:
+class Inbox(OnTerms):
     """Attributes are to be read under `condition`, or where a short lag does no harm.
 
     Changes of counters and `last_heard` do not wake waiting threads. `follows_rounds`: keep `turns`.
@@ -32,7 +32,6 @@ class Inbox:
         self.condition = threading.Condition()
         # Of the session.
         self.phase = Phase.NEW
-        self.terms: Terms | None = None
         self.last_heard: float | None = None
         self.reconnections = 0
         self.retries = 0
@@ -69,14 +68,6 @@ class Inbox:
     # For the training thread.
 
     @property
-    def config(self) -> RunConfig | None:
-        return self.terms.config if self.terms else None
-
-    @property
-    def layout(self) -> ModelLayout | None:
-        return self.terms.layout if self.terms else None
-
-    @property
     def has_news(self) -> bool:
         """Whether `arrivals` or `rejections` has something; cheap."""
         return bool(self.arrivals or self.rejections)
@@ -104,8 +95,8 @@ class Inbox:
             self.rejections.clear()
             return news
 
-    def state(self, silence: float | None) -> LinkState:
-        """The state of the link, as far as it is known here."""
+    def state(self, silence: float | None, **known: Any) -> LinkState:
+        """The state of the link: as far as it is known here, and what the caller knows besides."""
         assert self.config is not None
         return LinkState(
             config=self.config,
@@ -120,6 +111,7 @@ class Inbox:
             refusal=None if self.refusal is None else str(self.refusal),
             last_error=self.last_error,
             silence=silence,
+            **known,
         )
 
     def take_rejection(self, push_id: int) -> Rejection | None:
@@ -149,7 +141,7 @@ class Inbox:
         with self.condition:
             self.is_news = True
             match effect:
-                case effects.Joined(welcome):  # voids earlier notices
+                case effects.Told(Welcome() as welcome):  # voids earlier notices
                     self.refusal = self.stopping = self.restarting = None
                     self.feed = welcome.feed
                     self.shard = self.shard or _shard(welcome)

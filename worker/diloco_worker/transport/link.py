@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from diloco_worker.transport.between_ranks import Followers, LeaderConnection, M
 from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.broker_connection import LEAVE_LINGER_MS, BrokerConnection
 from diloco_worker.transport.executor import Executor
-from diloco_worker.transport.follower import Follower, SharesKnown
+from diloco_worker.transport.follower import Follower
 from diloco_worker.transport.forks import keep_from_children
 from diloco_worker.transport.fragment_buffers import FragmentBuffers, Versions
 from diloco_worker.transport.inbox import Inbox
@@ -91,7 +90,7 @@ class Link(Inbox, BrokerConnection):
             states=states or {},
         )
         self._encoders: ThreadPoolExecutor | None = None
-        self._others = others
+        self.others = others
         if isinstance(others, LeaderConnection):
             self.executor = self.session = Follower(self, self.connect_bulk, self.buffers, others)
         else:
@@ -139,26 +138,7 @@ class Link(Inbox, BrokerConnection):
     def share_out(self, owners: Owners, rank: int, shares: tuple[FragmentLayout, ...]) -> None:
         """Set which rank owns each chunk. A follower has the terms from its leader by now."""
         self._call(self.buffers.share_out, owners, rank, shares)
-        if isinstance(self.session, Follower):
-            assert self.terms is not None
-            self.tell(SharesKnown(self.terms, owners))
-        else:
-            self.tell(events.ShareOut(owners))
-
-    @property
-    def last_of_leader(self) -> bytes:
-        """The leader's last message to this follower; empty before."""
-        return self.session.last if isinstance(self.session, Follower) else b""
-
-    def set_last(self, message: bytes) -> None:
-        """Set the leader's last message, which is sent to the followers on closing."""
-        if isinstance(self._others, Followers):
-            self._others.last = message
-
-    @property
-    def lost_process(self) -> str | None:
-        """A sentence once a process of this worker is gone; known to the leader."""
-        return self._others.lost if isinstance(self._others, Followers) else None
+        self.tell(events.ShareOut(owners, self.terms))
 
     def withdraw(self, request: int) -> None:
         """Discard the answer to this control action."""
@@ -166,8 +146,8 @@ class Link(Inbox, BrokerConnection):
 
     def described(self, asked_to_stop: str | None = None) -> LinkState:
         """The state of the link now. `asked_to_stop`: why this process is about to end."""
-        return replace(
-            self.state(None if self.last_heard is None else self.now() - self.last_heard),
+        return self.state(
+            None if self.last_heard is None else self.now() - self.last_heard,
             asked_to_stop=asked_to_stop,
             address=self.address,
             description=self.describe(),
@@ -272,9 +252,9 @@ class Link(Inbox, BrokerConnection):
         try:
             self._context = zmq.Context()
             self.poller.register(self._wake_reader, zmq.POLLIN)
-            if self._others is not None:
-                self.poller.register(self._others.socket, zmq.POLLIN)
-                self.poller.register(self._others.monitor, zmq.POLLIN)
+            if self.others is not None:
+                self.poller.register(self.others.socket, zmq.POLLIN)
+                self.poller.register(self.others.monitor, zmq.POLLIN)
             start = events.Start(self._where.count)
             self._calls.appendleft(partial(self.executor.feed, start))
             self.wake()
@@ -287,8 +267,8 @@ class Link(Inbox, BrokerConnection):
         finally:
             try:
                 self.disconnect(LEAVE_LINGER_MS)
-                if self._others is not None:
-                    self._others.close(LEAVE_LINGER_MS)
+                if self.others is not None:
+                    self.others.close(LEAVE_LINGER_MS)
                 if self._context is not None:
                     self._context.term()
             finally:
@@ -342,19 +322,19 @@ class Link(Inbox, BrokerConnection):
         while self._calls and self.session.phase is not Phase.LEFT:
             self._calls.popleft()()
         self.receive(ready)
-        if self._others is not None and (
-            self._others.socket in ready or self._others.monitor in ready
+        if self.others is not None and (
+            self.others.socket in ready or self.others.monitor in ready
         ):
             record: Any  # for a session or a follower
-            for record in self._others.receive():
+            for record in self.others.receive():
                 self.executor.feed(record)
-            self.is_news |= self._others.monitor in ready  # a process may be gone
+            self.is_news |= self.others.monitor in ready  # a process may be gone
         self._count_others()
         self.executor.feed(events.Tick())
 
     def _count_others(self) -> None:
         """The leader counts the bytes of its followers."""
-        others = self._others
+        others = self.others
         if isinstance(others, Followers):
             self.bytes_up += others.bytes_up
             self.bytes_down += others.bytes_down
@@ -364,6 +344,6 @@ class Link(Inbox, BrokerConnection):
             self.bytes_up = self.bytes_down = 0
 
     def disconnect(self, linger_ms: int = 0) -> None:
-        if isinstance(self._others, Followers):
-            self._others.close_all()
+        if isinstance(self.others, Followers):
+            self.others.close_all()
         super().disconnect(linger_ms)

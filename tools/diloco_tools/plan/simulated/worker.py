@@ -409,9 +409,6 @@ class _Training:
         if fragment == 0 and merge.in_flight is not None:
             self._worker.mark()
 
-    def has_begun(self, fragment: int, merge: Merge) -> bool:
-        return False
-
     def read_reports(self) -> Work:
         return Work()
 

@@ -34,10 +34,6 @@ class Block:
     def elements(self) -> int:
         return math.prod(self.size)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.shape
-
     @cached_property
     def is_one_run(self) -> bool:
         """Whether its elements are contiguous in the whole tensor."""

@@ -58,18 +58,18 @@ class Exchange:
         Also returns the error of this process, if any.
         """
         values: dict[Piece, Tensor] = {}
-        if error is None:
-            error = _error_of(lambda: self._take_own(slice_, live, values))
-        if slice_.gathers:
-            sends, takes = slice_.gathered
 
-            def put(part: Part, came: Tensor) -> None:
-                _room_in(values, part.piece)[part.where] = came
+        def put(part: Part, found: Tensor) -> None:
+            if part.is_all and part.holder == part.owner:
+                values[part.piece] = found
+            else:
+                _room_in(values, part.piece)[part.where] = found.cpu()
 
-            def value_of(part: Part) -> Tensor:
-                return self._read(live[part.piece.name][0], part)
+        def value_of(part: Part) -> Tensor:
+            return self._read(live[part.piece.name][0], part)
 
-            error = self._move(sends, takes, value_of, put, error)
+        moved = slice_.gathered if slice_.gathers else None
+        error = self._move(slice_.kept, moved, value_of, put, error)
         if error is not None:
             return {}, error
         return {piece: values[piece] for piece in slice_.pieces}, None
@@ -85,38 +85,35 @@ class Exchange:
         Returns:
             The error of this process, if any.
         """
-        if error is None:
-            error = _error_of(lambda: self._put_own(slice_, live, values))
-        if slice_.scatters:
-            sends, takes = slice_.scattered
 
-            def put(part: Part, came: Tensor) -> None:
-                self._write(live[part.piece.name], part, came)
+        def put(part: Part, found: Tensor) -> None:
+            self._write(live[part.piece.name], part, found)
 
-            error = self._move(sends, takes, lambda p: values[p.piece][p.where], put, error)
-        return error
-
-    def _take_own(self, slice_: Slice, live: Live, values: dict[Piece, Tensor]) -> None:
-        for part in slice_.kept:
-            held = self._read(live[part.piece.name][0], part)
-            if part.is_all:
-                values[part.piece] = held
-            else:
-                _room_in(values, part.piece)[part.where] = held.cpu()
-
-    def _put_own(self, slice_: Slice, live: Live, values: Values) -> None:
-        for part in slice_.kept:
-            self._write(live[part.piece.name], part, values[part.piece][part.where])
+        moved = slice_.scattered if slice_.scatters else None
+        return self._move(slice_.kept, moved, lambda p: values[p.piece][p.where], put, error)
 
     def _move(
         self,
-        sends: Sequence[Part],
-        takes: Sequence[Part],
+        kept: Sequence[Part],
+        moved: tuple[Sequence[Part], Sequence[Part]] | None,
         value_of: Callable[[Part], Tensor],
         put: Callable[[Part, Tensor], None],
         error: Exception | None,
     ) -> Exception | None:
-        """Send parts and put received ones, in one order at both ends. Returns the first error."""
+        """Put kept parts; send and receive `moved`, in one order at both ends.
+
+        Returns the first error.
+        """
+
+        def keep() -> None:
+            for part in kept:
+                put(part, value_of(part))
+
+        if error is None:
+            error = _error_of(keep)
+        if moved is None:
+            return error
+        sends, takes = moved
         sizes, wanted = self._sizes(sends), self._sizes(takes)
         sent, received = self._sent[: sum(sizes)], self._received[: sum(wanted)]
 

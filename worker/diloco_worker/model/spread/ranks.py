@@ -57,7 +57,6 @@ class Ranks:
         self._group: Any = dist.new_group(
             members, backend="gloo", use_local_synchronization=True, group_desc="diloco"
         )
-        self.members: tuple[int, ...] = tuple(members)  # by their numbers in the launch
         self.rank: int = dist.get_rank(self._group)
         self.count: int = len(members)
         # A length, and the beginning of a value.

@@ -7,7 +7,7 @@ that it owns now from their former owners. A worker of one process owns all.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from diloco_worker.model.spread.shares import share_of
 Plain = dict[str, Any]
 # By fragment, the process that owns each chunk.
 Owners = Sequence[Sequence[int]]
+
+# Makes the vectors of a process out of those of several; None: there are none.
+Take = Callable[[Sequence[Any]], Any]
 
 # Vectors of an in-flight push.
 OF_FLIGHT = ("wire", "frozen", "anchor")
@@ -88,13 +91,12 @@ def part_of(
     places = _in_order(saved)
     then = _owners_in(saved[0], layout)
     now = [[0] * part.chunks for part in layout.all] if owners is None else owners
-    fragments = [
-        _fragment(
-            [saved[at]["fragments"][part.fragment] for at in places],
-            Move(part, then[part.fragment], now[part.fragment], rank),
-        )
-        for part in layout.fragments
-    ]
+    fragments = []
+    for part in layout.fragments:
+        number = part.fragment
+        move = Move(part, then[number], now[number], rank)
+        parts = [saved[at]["fragments"][number] for at in places]
+        fragments.append(with_vectors(parts, move.of, move.codes))
     sums = {name: found for each in saved for name, found in each["checksums"].items()}
     plain = {**saved[0], "fragments": fragments, "checksums": sums}
     plain.pop("share", None)
@@ -112,41 +114,41 @@ class Move:
         # Of each chunk of this process, in order: its former owner, and its span there.
         self._own = [each for each, owner in zip(sources, now, strict=True) if owner == rank]
 
-    def of(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+    def of(self, given: Sequence[Any]) -> dict[str, Tensor] | None:
         """This process's vectors, out of those of all; None where one has none."""
-        found = [each for each in given if each is not None]
-        if len(found) < len(given):
+        if None in given:
             return None
         made: dict[str, list[Tensor]] = {}
         for owner, span in self._own:
-            vector = found[owner].get(span.segment.value)
+            vector = given[owner].get(span.segment.value)
             if vector is not None:  # a residual is of parameters only
                 made.setdefault(span.segment.value, []).append(vector[span.start : span.stop])
         return {segment: torch.cat(chunks) for segment, chunks in made.items()}
 
-    def codes(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+    def codes(self, given: Sequence[Any]) -> dict[str, Tensor] | None:
         """The bytes of its quantized chunks, by index in the share; None where one has none."""
-        found = [each for each in given if each is not None]
-        if len(found) < len(given):
+        if None in given:
             return None
-        all_of_them = [found[owner].get(str(span.index)) for owner, span in self._own]
+        all_of_them = [given[owner].get(str(span.index)) for owner, span in self._own]
         return {str(now): code for now, code in enumerate(all_of_them) if code is not None}
 
 
-def _fragment(parts: Sequence[Plain], move: Move) -> Plain:
+def with_vectors(parts: Sequence[Plain], of: Take, codes: Take) -> Plain:
+    """A fragment's state as in the first of these parts, with vectors out of those of all."""
     in_flight = parts[0]["flight"]
     if in_flight is not None:
         in_flight = dict(in_flight)
         for name in OF_FLIGHT:
-            in_flight[name] = move.of([each["flight"][name] for each in parts])
-        in_flight["codes"] = move.codes([each["flight"].get("codes") for each in parts])
-    gains = zip(*(each.get("gains", ()) for each in parts), strict=True)
+            in_flight[name] = of([each["flight"][name] for each in parts])
+        in_flight["codes"] = codes([each["flight"].get("codes") for each in parts])
+    # Compared with the dropped pushes where they are read.
+    gains = zip(*(each.get("gains", ()) for each in parts), strict=False)
     return {
         **parts[0],
-        "base": move.of([each["base"] for each in parts]),
+        "base": of([each["base"] for each in parts]),
         "flight": in_flight,
-        "residual": move.of([each.get("residual") for each in parts]),
-        "gains": [move.of(each) for each in gains],
+        "residual": of([each.get("residual") for each in parts]),
+        "gains": [of(each) for each in gains],
     }
 
 

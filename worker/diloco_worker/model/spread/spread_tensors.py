@@ -109,10 +109,6 @@ class SpreadTensors(ModelTensors):
     def devices(self) -> list[torch.device]:
         return [local(tensor).device for tensor in self.lookup().values()]
 
-    @property
-    def pins(self) -> bool:
-        return self.may_pin and any(device.type == "cuda" for device in self.devices)
-
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
         """Each entry that this process has a part of, with that part."""
         found = self._local()

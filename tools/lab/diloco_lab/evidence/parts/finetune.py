@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from diloco_broker.config.presets import preset
 from diloco_lab.evidence.claim import Arm, Part, compared
 from diloco_lab.evidence.trial import Trial
 
@@ -10,10 +9,34 @@ from diloco_lab.evidence.trial import Trial
 _FOUR = Trial(workers=4, steps=400, every=4, lora=8)
 _RATES = tuple({"lr": lr} for lr in (1.5e-3, 5e-3, 15e-3))
 _BASE = "data-parallel"
+# What they set, to stay comparable when a preset changes.
+_PRESETS: dict[str, dict[str, str | float]] = {
+    "finetune": {
+        "outer": "sgd",
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "fragment_update_alpha": 0.0,
+    },
+    "diloco": {
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "outer_lr_schedule": "constant",
+        "outer_momentum_warmup": "linear:200:0.5",
+        "nesterov": True,
+    },
+    "diloco-paper": {
+        "outer": "nesterov",
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "outer_lr_schedule": "constant",
+        "outer_momentum_warmup": "constant",
+        "nesterov": True,
+    },
+}
 
 
 def _with(name: str) -> Arm:
-    return Arm(f"preset {name}", _FOUR.with_changes(**preset(name)), _RATES)
+    return Arm(f"preset {name}", _FOUR.with_changes(**_PRESETS[name]), _RATES)
 
 
 FINETUNE = Part(

@@ -52,7 +52,7 @@ from diloco_lab.chaos.run_watch import Broken, RunWatch
 from diloco_lab.chaos.worker import bring_in
 from diloco_lab.driver.experiment import emptied
 
-BROKEN = ("broken", "doubled", "lost", "uncounted", "unauthenticated peers", "differing")
+BROKEN = ("broken", "doubled", "lost", "uncounted", "strangers", "differing")
 KINDS = (*BROKEN, "dropped", "in_flight", "forgotten")
 
 RUN = "00000000000000aa"
@@ -201,7 +201,7 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
     "push that was never frozen": (
         [release(1, push("p9"))],
         [log(LEFT)],
-        {"unauthenticated peers": ["p9"]},
+        {"strangers": ["p9"]},
     ),
     "other number of steps": (
         [release(1, push("p1", steps=6))],

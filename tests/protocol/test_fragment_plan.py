@@ -34,6 +34,7 @@ def modules(plan: FragmentPlan, depth: int) -> list[str]:
 @pytest.mark.parametrize("num_fragments", range(1, 13))
 def test_every_window_of_h_steps_has_each_fragment_once(num_fragments: int) -> None:
     """Wherever it begins, with H up to 60; slots are as far apart as can be."""
+    plan = FragmentPlan.of(of_sizes([1] * num_fragments), num_fragments)
     for sync_every in range(num_fragments, 61):
         cycle = slots(sync_every, num_fragments)
         assert cycle[-1] == sync_every
@@ -42,13 +43,21 @@ def test_every_window_of_h_steps_has_each_fragment_once(num_fragments: int) -> N
             window = range(begin + 1, begin + 1 + sync_every)
             fragments = [k % num_fragments for k, step in enumerate(steps) if step in window]
             assert sorted(fragments) == list(range(num_fragments))
+        first_round = sync_every * 7 % 5
+        due = (plan.due(step, sync_every, first_round) for step in range(1, 3 * sync_every + 1))
+        visited = [(step, fragment) for step, fragment in enumerate(due, 1) if fragment is not None]
+        assert visited == [(s, (first_round + k) % num_fragments) for k, s in enumerate(steps)]
         least, most = sync_every // num_fragments, -(-sync_every // num_fragments)
         assert {b - a for a, b in pairwise(steps)} <= {least, most}
 
 
 def test_impossible_schedule_names_the_values() -> None:
-    with pytest.raises(UsageError, match="sync_every 3"):
-        slots(3, 4)
+    plan = FragmentPlan.of(of_sizes([1] * 4), 4)
+    for wrong in (lambda: slots(3, 4), lambda: plan.due(1, 3)):
+        with pytest.raises(UsageError, match="sync_every 3"):
+            wrong()
+    with pytest.raises(UsageError, match="step is 0"):
+        plan.due(0, 8)
     with pytest.raises(UsageError, match="num_fragments is 0"):
         slots(3, 0)
 
@@ -131,7 +140,7 @@ def check_plan(manifest: Manifest, plan: FragmentPlan, num_fragments: int) -> No
     assert plan.num_fragments == len(plan.fragments) == num_fragments
     assert Counter(n for names in plan.fragments for n in names) == Counter(trainable)
     for number, names in enumerate(plan.fragments):
-        assert names == tuple(n for n in trainable if n in set(names))
+        assert names == plan.parameters(number) == tuple(n for n in trainable if n in set(names))
         assert {plan.fragment_of[name] for name in names} == {number}
     layout = lay_out(manifest, plan.fragment_of, num_fragments=num_fragments)
     assert [part.lengths[Segment.PARAMETERS] for part in layout.fragments] == loads(manifest, plan)
@@ -253,6 +262,9 @@ def test_impossible_plan_names_the_remedy() -> None:
         FragmentPlan.of(WITH_EMPTY, 4)
     with pytest.raises(UsageError, match=r"'b\.weight'"):
         FragmentPlan.of(manifest, 2).numbers(model(a__weight=3, c__weight=3))
+    for fragment in (-1, 2):
+        with pytest.raises(UsageError, match=f"Invalid fragment {fragment}"):
+            FragmentPlan.of(manifest, 2).parameters(fragment)
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,31 @@ class FragmentPlan:
         """The fragment of each trainable parameter by name, for `chunks.lay_out`."""
         return {name: number for number, names in enumerate(self.fragments) for name in names}
 
+    def parameters(self, fragment: int) -> tuple[str, ...]:
+        """Names of a fragment's parameters; raises UsageError outside 0 .. P - 1."""
+        if not 0 <= fragment < self.num_fragments:
+            raise UsageError(f"Invalid fragment {fragment}; use 0 to {self.num_fragments - 1}.")
+        return self.fragments[fragment]
+
+    def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:
+        """The fragment to push after this step, or None.
+
+        Args:
+            step: optimizer steps since the schedule's origin, 1 for the first.
+            sync_every: H, steps between two pushes of one fragment.
+            first_round: the round of the first slot since the origin.
+
+        Raises:
+            UsageError: H is below P, or `step` below 1.
+        """
+        cycle = slots(sync_every, self.num_fragments)
+        if step < 1:
+            raise UsageError(f"step is {step}; steps since the origin are counted from 1.")
+        step_of_cycle = (step - 1) % sync_every + 1
+        if step_of_cycle not in cycle:
+            return None
+        return (first_round + cycle.index(step_of_cycle)) % self.num_fragments
+
     def view(
         self,
         manifest: Manifest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_lab.evidence.claim import Arm, Part, compared
+from diloco_lab.evidence.claim import Arm, Part, compared, outer
 from diloco_lab.evidence.trial import Trial
 
 # 40 rounds. Adapters need larger inner learning rates than all parameters.
@@ -10,28 +10,11 @@ _FOUR = Trial(workers=4, steps=400, every=4, lora=8)
 _RATES = tuple({"lr": lr} for lr in (1.5e-3, 5e-3, 15e-3))
 _BASE = "data-parallel"
 # What they set, to stay comparable when a preset changes.
-_PRESETS: dict[str, dict[str, str | float]] = {
-    "finetune": {
-        "outer": "sgd",
-        "outer_lr": 1.0,
-        "outer_momentum": 0.0,
-        "fragment_update_alpha": 0.0,
-    },
-    "diloco": {
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-        "outer_lr_schedule": "constant",
-        "outer_momentum_warmup": "linear:200:0.5",
-        "nesterov": True,
-    },
-    "diloco-paper": {
-        "outer": "nesterov",
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-        "outer_lr_schedule": "constant",
-        "outer_momentum_warmup": "constant",
-        "nesterov": True,
-    },
+_NESTEROV = {**outer((0.7, 0.9))[0], "outer_lr_schedule": "constant", "nesterov": True}
+_PRESETS = {
+    "finetune": {**outer((1.0, 0.0))[0], "outer": "sgd", "fragment_update_alpha": 0.0},
+    "diloco": {**_NESTEROV, "outer_momentum_warmup": "linear:200:0.5"},
+    "diloco-paper": {**_NESTEROV, "outer": "nesterov", "outer_momentum_warmup": "constant"},
 }
 
 

@@ -56,7 +56,7 @@ def test_bytes_that_a_device_makes_are_read_alike_on_both(wire: str) -> None:
 def pushed(model: nn.Module, wire: str) -> tuple[list[bytes], float]:
     """The bytes of a second delta, with what the first has left out, and its length."""
     tensors = ModelTensors.of_module(model)
-    part = lay_out(tensors.manifest).fragments[0]
+    part = lay_out(tensors.manifest, chunk_elements=1 << 14).fragments[0]  # several in a launch
     feedback = Feedback(part, tensors.room)
     delta = None
     for number in range(2):

@@ -148,7 +148,7 @@ class Loop:
             self._pieces: PieceReader | None = None
             if lock is not None:
                 self._pieces = PieceReader(lock.folder, self.sockets.wake)
-                opened.callback(self._pieces.close)
+                opened.callback(self._pieces.close, forget=True)
                 self._writer = writer.CheckpointWriter(
                     lock, config.keep, self.sockets.wake, self._pieces.spared
                 )

@@ -52,11 +52,15 @@ class Background(Generic[Work, Found]):
     def finish(self, timeout: float | None = None) -> bool:
         """Wait until everything is done, at most `timeout` seconds; returns whether it is."""
         with self._changed:
+            if self._thread is None:  # it may have failed to start
+                return not self._waiting
             return self._changed.wait_for(lambda: not len(self), timeout)
 
-    def close(self) -> None:
-        """Stop the thread after the pieces that wait."""
+    def close(self, *, forget: bool = False) -> None:
+        """Stop the thread after the pieces that wait, or with `forget` after the one in progress."""
         with self._changed:
+            if forget:
+                self._waiting.clear()
             self._is_closed = True
             self._changed.notify_all()
 
@@ -68,11 +72,14 @@ class Background(Generic[Work, Found]):
                     return
                 work = self._waiting.popleft()
                 self._is_busy = True
-            found = self._do(work)
-            del work  # it may hold much memory
-            with self._changed:
-                if found is not None:
-                    self.results.append(found)
-                self._is_busy = False
-                self._changed.notify_all()
+            found = None
+            try:
+                found = self._do(work)
+            finally:
+                del work  # it may hold much memory
+                with self._changed:
+                    if found is not None:
+                        self.results.append(found)
+                    self._is_busy = False
+                    self._changed.notify_all()
             self._wake()

@@ -84,9 +84,7 @@ def add_up(terms: Terms, divisor: float, out: Tensor) -> Tensor:
         out.mul_(weight)
     for source, weight in others:
         values = source.values()
-        if (
-            values.dtype is not torch.float32
-        ):  # adding bf16 directly takes three to seven times as long
+        if values.dtype is not torch.float32:  # adding bf16 takes three to seven times as long
             values = empty(source.elements, torch.float32).copy_(values)
         out.add_(values, alpha=weight)
     return out if divisor == 1 else out.div_(divisor)

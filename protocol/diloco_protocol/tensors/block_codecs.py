@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ LARGEST = {INT8: 127, INT4: 7}  # codes are -LARGEST to LARGEST
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoded fp32 values, 1-D and finite; the bytes are compressed when they are first read."""
+    """Encoded fp32 values, 1-D and finite."""
 
     data: Tensor  # the bytes, unpacked
     elements: int
@@ -50,8 +49,9 @@ class Encoded:
     pack: Callable[[memoryview, int], memoryview]
     source: Source | None = None  # `data` for kernels
 
-    @cached_property
+    @property
     def payload(self) -> memoryview:
+        """The bytes on the wire; each access compresses them anew, if they are compressed."""
         return self.pack(self.data.numpy().data, self.elements)
 
     def read(self, out: Tensor | None = None) -> Tensor:

@@ -201,10 +201,13 @@ class FollowerPorts(GroupPorts):
         return self.poll()  # the leader polls again when it has waited
 
     async def merge(self, fragment: int, merge: Merge, step: int) -> None:
-        arrival = merge.arrival
+        arrival, mine = merge.arrival, merge
         if arrival is not None:
-            merge = replace(merge, arrival=replace(arrival, values=self.values_of(arrival)))
-        await super().merge(fragment, merge, step)
+            mine = replace(merge, arrival=replace(arrival, values=self.values_of(arrival)))
+        try:
+            await super().merge(fragment, mine, step)
+        finally:  # an interrupted one has begun here, too
+            merge.change, merge.is_applied = mine.change, mine.is_applied
 
     def log(self, text: str, *, is_warning: bool = False) -> None:
         """The leader logs it."""

@@ -87,7 +87,6 @@ class InFewBits(FlatState):
             if code is None:
                 code = self._encoded(self.layout.spans[index])
             self.codes[index] = code
-            self.from_device.pop(index, None)
         return code
 
     def encode_on_device(self) -> None:
@@ -103,7 +102,12 @@ class InFewBits(FlatState):
                 self.from_device.update((s.index, each) for s, each in zip(some, made, strict=True))
 
     def _encoded(self, span: ChunkSpan) -> memoryview:
-        return (self.from_device.get(span.index) or self._coded(span)).payload
+        made = self.from_device.get(span.index)
+        if made is None:  # made on demand, unless another thread has just made it
+            return self.codes.get(span.index) or self._coded(span).payload
+        code = self.codes[span.index] = made.payload
+        self.from_device.pop(span.index, None)
+        return code
 
     def _coded(self, span: ChunkSpan) -> Encoded:
         residual, delta, summed = self.residual.get(span.index), self._delta(span), None

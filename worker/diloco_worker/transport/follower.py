@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_protocol import VersionId
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.dtypes import is_quantized, whole_dtype
 from diloco_protocol.messages import Chunk, Credit
 from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import OnTerms, Terms
@@ -171,6 +171,8 @@ class Follower(OnTerms):
         """Whether the chunk was decoded: a difference may be from another copy than the one held."""
         assert self.terms is not None
         wire, fragment, index = self.terms.config.reply_dtype, chunk.fragment, chunk.index
+        if chunk.delta_of is not None and not is_quantized(wire):
+            return False  # the broker has changed the dtype of its replies meanwhile
         if chunk.delta_of is None:
             self.buffers.store(fragment, index, self.payload, whole_dtype(wire))
             return True

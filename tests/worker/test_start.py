@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_broker import Broker
+from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair, ports
 from kit.uniform_model import until
-from kit.whole_run import make_config
+from kit.whole_run import LOCAL
 
 PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Broker]:
-    with Broker(make_config(workers=1, sync_every=2)) as made:
+    with Broker(BrokerConfig(**LOCAL, workers=1, sync_every=2)) as made:
         yield made
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair, ports
+from kit.process_kit import LOCAL
 from kit.uniform_model import until
-from kit.whole_run import LOCAL
 
 PATIENCE_S = 20.0
 

@@ -48,6 +48,7 @@ def task(run: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_each_machine_gets_the_keys_that_it_needs_and_no_other(
     written: Callable[..., Path],
 ) -> None:

@@ -166,7 +166,7 @@ class ScreenPilot:
                         each.update(snapshot(sequence), self.clock.now)
             async with self.app.run_test(size=self.size) as pilot:
                 self._pilot = pilot
-                await pilot.pause()
+                await self.until(lambda: bool(self.lines()[-1].strip()))  # the footer comes last
                 await script()
 
         asyncio.run(asyncio.wait_for(run(), 60))

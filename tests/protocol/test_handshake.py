@@ -6,10 +6,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing as closing_at_end
 
 import pytest
 import zmq
 
+from diloco_protocol import UsageError, messages
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.greeting import asks_for_keys
 from diloco_protocol.clients.handshake import failure
@@ -126,3 +128,13 @@ def test_peer_that_closes_each_connection_is_not_a_final_refusal(closing: str) -
             connections.close()
     assert found.refused is not None and found.refused.startswith(ENDS)
     assert not found.is_final
+
+
+@pytest.mark.timeout(30)
+def test_request_does_not_wait_for_a_connection_that_was_refused_for_good() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as feed:
+        port = feed.bind_to_random_port("tcp://127.0.0.1")
+        with closing_at_end(Dealer(f"tcp://127.0.0.1:{port}")) as dealer:
+            with pytest.raises(UsageError):
+                dealer.receive(time.monotonic() + 20)
+            dealer.send(messages.Control("status", 1))

@@ -31,8 +31,8 @@ InsecureOption = Annotated[
     bool,
     typer.Option(
         "--insecure",
-        help="Listen on an address that other machines reach. Nothing is encrypted, not even the "
-        "dashboard's token, and everybody there can read it; prefer an SSH tunnel.",
+        help="Listen on an address that other machines reach, which can then read all that is shown. "
+        "Nothing is encrypted, not even the dashboard's token; prefer an SSH tunnel.",
     ),
 ]
 ReplayOption = Annotated[

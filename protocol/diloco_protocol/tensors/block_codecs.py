@@ -51,7 +51,7 @@ class Encoded:
 
     @property
     def payload(self) -> memoryview:
-        """The bytes on the wire; each access compresses them anew, if they are compressed."""
+        """The bytes on the wire; a packed codec compresses them anew at each access."""
         return self.pack(self.data.numpy().data, self.elements)
 
     def read(self, out: Tensor | None = None) -> Tensor:

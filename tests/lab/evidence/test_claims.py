@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diloco_broker import BrokerConfig
 from diloco_lab.driver.records import Results
-from diloco_lab.evidence import conduct
+from diloco_lab.evidence import conduct, training
 from diloco_lab.evidence.claim import Arm, Claim, Finding, Part, Relation, apart, sooner
 from diloco_lab.evidence.conduct import TUNING_SEED, Study, key_of, missing_of, train_all
 from diloco_lab.evidence.parts import PARTS
-from diloco_lab.evidence.trial import Trial
+from diloco_lab.evidence.trial import MODELS, Trial
+from diloco_tools.demo import model as gpt
 from kit.evidence_trials import a_result
 
 pytestmark = pytest.mark.timeout(300)  # seconds: processes load torch, one after the other
@@ -177,3 +179,25 @@ def test_trials_are_trained_in_processes_and_failures_are_raised(results: Result
     assert len(told) == 2  # nothing was missing
     with pytest.raises(Exception, match="does not exist"):
         train_all([small.with_changes(data="/nowhere")], results, 1, told.append)
+
+
+def test_fine_tuning_begins_with_the_trained_model_and_trains_adapters_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = gpt.build_model(7, MODELS["0.4M"])
+    monkeypatch.setattr(training, "first_trained", lambda _: trained.state_dict())
+    trial = Trial(workers=2, steps=4, sync_every=2, lora=4, windows=8)
+    begin, tokens = training.model_of(trial), torch.arange(32)[None]
+    assert torch.equal(begin(tokens), trained(tokens))
+    found, before = conduct.outcome_of(trial).parameters, begin.state_dict()
+    moved = {name for name, value in found.items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if name.endswith((".down", ".up"))} < before.keys()
+    assert len(moved) == 2 * 4 * MODELS["0.4M"].layers, "two factors of each matrix of a block"
+
+
+@pytest.mark.parametrize("name", ["finetune", "diloco", "diloco-paper"])
+def test_fine_tuning_was_measured_with_the_presets_as_they_are(name: str) -> None:
+    (arm,) = (arm for arm in PARTS["finetune"].arms if arm.name == f"preset {name}")
+    preset = BrokerConfig.from_preset(name, workers=4)
+    measured = BrokerConfig(workers=4, **arm.trial.broker)
+    assert measured == preset

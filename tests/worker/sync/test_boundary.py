@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 
 from diloco_protocol import Bitmap, Counted, Ledger
+from diloco_protocol.messages import Released
+from diloco_worker.group.ports import FollowerPorts
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import BeatNow, RequestVersion, VerifyPushes
-from diloco_worker.session.news import Work
+from diloco_worker.session.news import Arrival, Work
 from diloco_worker.sync import boundary
 from diloco_worker.sync.boundary import resume
-from diloco_worker.sync.fragment import InFlight, TrainingBase
-from diloco_worker.sync.ports import NonFinite
+from diloco_worker.sync.fragment import InFlight, Merge, Outcome, TrainingBase
+from diloco_worker.sync.ports import NonFinite, finish
 from diloco_worker.sync.schedule import SchedulePlace
 from diloco_worker.sync.state import HASTY_S, Options
 from kit.boundary_harness import H, Trainer, a_run, trainer, version
@@ -337,3 +339,20 @@ def test_resumed_worker_adopts_what_an_earlier_incarnation_pushed() -> None:
     assert training.outcomes == ["superseded"]
     assert not training.all(VerifyPushes)
     assert "2 steps of fragment 0" in training.said
+
+
+def test_interrupted_merge_of_another_rank_has_begun_as_that_of_the_leader_has() -> None:
+    """Then all ranks of a worker refuse to save the model, and none waits for the others."""
+
+    class Interrupted:
+        def apply(self, merge: Merge, step: int) -> None:
+            merge.change = "half of it"
+            raise KeyboardInterrupt
+
+    ports: Any = object.__new__(FollowerPorts)
+    ports.fragments = [Interrupted()]
+    arrival = Arrival(Released(0, version(1), Ledger()), frozenset(), values=None)
+    merge = Merge(Outcome.MOVED, arrival=arrival)
+    with pytest.raises(KeyboardInterrupt):
+        finish(ports.merge(0, merge, 1))
+    assert merge.change == "half of it"

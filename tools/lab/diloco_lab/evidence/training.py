@@ -227,7 +227,7 @@ class DiLoCoRun:
                 newest = reader.pull()
         outcome = self.outcome
         outcome.parameters = {name: value.clone() for name, value in newest.tensors.items()}
-        judge.load_state_dict(newest.tensors, strict=False)  # what is not trained is as it was
+        judge.load_state_dict(newest.tensors)
         ended = outcome.curve[-1][2] is None  # it has diverged
         loss = None if ended else finite(gpt.validation_loss(judge, *self.text.validation))
         if outcome.curve[-1][0] == trial.steps:

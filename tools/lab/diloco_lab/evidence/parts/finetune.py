@@ -9,7 +9,7 @@ from diloco_lab.evidence.trial import Trial
 _FOUR = Trial(workers=4, steps=400, every=4, lora=8)
 _RATES = tuple({"lr": lr} for lr in (1.5e-3, 5e-3, 15e-3))
 _BASE = "data-parallel"
-# What they set, to stay comparable when a preset changes.
+# What the presets set: once one changes, its runs must be repeated, and a test says so.
 _NESTEROV = {**outer((0.7, 0.9))[0], "outer_lr_schedule": "constant", "nesterov": True}
 _PRESETS = {
     "finetune": {**outer((1.0, 0.0))[0], "outer": "sgd", "fragment_update_alpha": 0.0},

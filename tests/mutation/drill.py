@@ -1,7 +1,7 @@
 """Mutation testing: how many faults, put in one at a time, do the tests notice?
 
     make mutants                                    # about 300 faults
-    PYTHONPATH=tests python -m mutation.drill --mutants 30 --seed 2
+    PYTHONPATH=tests python -m mutation.drill --mutants 100 --seed 1 2 3
     PYTHONPATH=tests python -m mutation.drill --only diloco_broker.core.rounds.pushes --mutants 0
 
 First every test is run once, and it is noted which lines it reaches and how long it takes. Then, for
@@ -89,17 +89,20 @@ class Reach:
 
 
 class Notes:
-    """A plugin of pytest that notes how long each test takes and what it reaches."""
+    """A plugin of pytest that runs a share of the tests, and notes what each takes and reaches."""
 
-    def __init__(self, cover: coverage.Coverage | None = None) -> None:
+    def __init__(self, cover: coverage.Coverage, share: int) -> None:
         self.seconds: dict[str, float] = {}
         self._cover = cover
+        self._share = share
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = items[self._share :: PROCESSES]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         began = time.process_time()
-        if self._cover is not None:
-            self._cover.switch_context(item.nodeid)
+        self._cover.switch_context(item.nodeid)
         result = yield
         self.seconds[item.nodeid] = time.process_time() - began
         return result
@@ -130,10 +133,11 @@ def run_tests(names: Sequence[str], *plugins: object) -> int:
         return int(pytest.main([*options, "--no-header", *names], plugins=list(plugins)))
 
 
-def reach_of(names: Sequence[str]) -> Reach:
-    """Run the tests without a fault; raises AssertionError if one of them fails."""
+def reach_of(names: Sequence[str], share: int) -> Reach:
+    """Run a share of the tests without a fault; raises AssertionError if one of them fails."""
     cover = coverage.Coverage(data_file=None, source=list(PLACES))
-    notes = Notes(cover)
+    cover.set_option("run:disable_warnings", ["module-not-imported"])
+    notes = Notes(cover, share)
     cover.start()
     status = run_tests(names, notes)
     cover.stop()
@@ -183,16 +187,14 @@ def in_a_fork(
         process.join()
 
 
-def measure() -> Reach:
-    """Run all tests once, spread over the cores."""
-    files = sorted(
-        (path for folder in TESTS for path in (ROOT / folder).rglob("test_*.py")),
-        key=lambda path: -path.stat().st_size,
-    )
-    names = [str(path.relative_to(ROOT)) for path in files]
-    shares = [names[number::PROCESSES] for number in range(PROCESSES)]
+def measure(names: Sequence[str]) -> Reach:
+    """Run all tests of these folders once, spread over the cores."""
+
+    def measured(share: int) -> Any:
+        return in_a_fork(reach_of, names, share, limit_s=MEASURE_S)
+
     with ThreadPoolExecutor(PROCESSES) as pool:
-        parts = list(pool.map(lambda share: in_a_fork(reach_of, share, limit_s=MEASURE_S), shares))
+        parts = list(pool.map(measured, range(PROCESSES)))
     whole = Reach({}, {})
     for part in parts:
         if part is None:
@@ -206,16 +208,20 @@ def measure() -> Reach:
 
 
 def choose(count: int, seed: int, only: str | None) -> list[Mutant]:
-    """So many of all faults; the same for the same seed and sources. 0: all."""
+    """So many faults, of all or of one package; the same for the same seed and sources. 0: all."""
     found = [
         mutant
         for module, path in MODULES.items()
         if any(f"{module}.".startswith(f"{place}.") for place in PLACES)
-        and (only is None or module == only)
+        and (only is None or f"{module}.".startswith(f"{only}."))
         for mutant in mutants(module, path.read_text())
     ]
     if count and count < len(found):
         found = random.Random(seed).sample(found, count)
+    if not found:
+        raise SystemExit(
+            f"No fault is put into {only}: name one of {', '.join(PLACES)}, or a part."
+        )
     return sorted(found, key=lambda mutant: (mutant.module, mutant.number))
 
 
@@ -227,15 +233,8 @@ def try_one(reach: Reach, mutant: Mutant) -> bool:
     return noticed is None or bool(noticed)
 
 
-def drill(count: int, seed: int, only: str | None = None) -> dict[str, Any]:
-    """Put the faults in and see; returns the figures, as they are written with --out."""
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    reach = measure()
-    print(
-        f"{len(reach.seconds)} tests without a fault: {time.monotonic() - began:.0f} s", flush=True
-    )
-    chosen = choose(count, seed, only)
+def drill(reach: Reach, chosen: list[Mutant]) -> list[Mutant]:
+    """Put the faults in and see; returns those that survived."""
     survived = []
     with ThreadPoolExecutor(PROCESSES) as pool:
         outcomes = pool.map(lambda mutant: try_one(reach, mutant), chosen)
@@ -244,32 +243,41 @@ def drill(count: int, seed: int, only: str | None = None) -> dict[str, Any]:
                 survived.append(mutant)
                 path = MODULES[mutant.module].relative_to(ROOT)
                 print(f"survived  {path}:{mutant.line}  {mutant.what}", flush=True)
-    caught = len(chosen) - len(survived)
-    print(
-        f"{caught} of {len(chosen)} faults noticed ({caught / max(1, len(chosen)):.1%}), seed {seed}, "
-        f"{time.monotonic() - began:.0f} s"
-    )
-    return {
-        "seed": seed,
-        "mutants": len(chosen),
-        "caught": caught,
-        "seconds": round(time.monotonic() - began),
-        "survived": [asdict(mutant) for mutant in survived],
-    }
+    return survived
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mutants", type=int, default=300, help="how many; 0: all there are")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="one module, by its dotted name")
+    parser.add_argument(
+        "--mutants", type=int, default=300, help="how many of a seed; 0: all there are"
+    )
+    parser.add_argument("--seed", type=int, default=[1], nargs="+", dest="seeds")
+    parser.add_argument("--only", help="faults in one package or module, by its dotted name")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="folders or files of tests")
     parser.add_argument("--at-least", type=float, default=0.0, help="share, or it fails")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     given = parser.parse_args()
-    found = drill(given.mutants, given.seed, given.only)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    reach = measure(given.tests)
+    took = time.monotonic() - began
+    print(f"{len(reach.seconds)} tests without a fault: {took:.0f} s", flush=True)
+    found = []
+    for seed in given.seeds:
+        began = time.monotonic()
+        chosen = choose(given.mutants, seed, given.only)
+        survived = drill(reach, chosen)
+        caught, took = len(chosen) - len(survived), round(time.monotonic() - began)
+        share = caught / max(1, len(chosen))
+        print(
+            f"{caught} of {len(chosen)} faults noticed ({share:.1%}), seed {seed}, {took} s",
+            flush=True,
+        )
+        figures = {"seed": seed, "mutants": len(chosen), "caught": caught, "seconds": took}
+        found.append({**figures, "survived": [asdict(mutant) for mutant in survived]})
     if given.out is not None:
         given.out.write_text(json.dumps(found, indent=1))
-    if found["caught"] < given.at_least * found["mutants"]:
+    if any(each["caught"] < given.at_least * each["mutants"] for each in found):
         raise SystemExit(f"Fewer than {given.at_least:.0%} of the faults were noticed.")
 
 

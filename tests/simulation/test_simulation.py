@@ -38,6 +38,19 @@ from simulation.troubles import NO_TROUBLES, Troubles
 from simulation.units import counted, times_contained
 
 T = TypeVar("T")
+
+
+def in_turn(number: int, streams: bool) -> pytest.MarkDecorator:
+    """Of two cases that differ in `streams` one is slow and the other nightly, in turn."""
+    return pytest.mark.slow if number % 2 == streams else pytest.mark.nightly
+
+
+# Each mode with the whole model and with fragments.
+EACH_MODE = [
+    pytest.param(mode, streams, marks=in_turn(number, streams))
+    for number, mode in enumerate(MODES)
+    for streams in (False, True)
+]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
 
@@ -70,6 +83,11 @@ class Kind(NamedTuple):
     seeds: int  # all but the first at night
     saved: int | None = None
 
+    def mark(self, mode: str, streams: bool, seed: int) -> list[pytest.MarkDecorator]:
+        if seed:
+            return [pytest.mark.nightly]
+        return [] if mode in self.quick else [in_turn(list(MODES).index(mode), streams)]
+
 
 KINDS = {
     "one broker": Kind(lambda each: each, [m for m in MODES if not m.startswith("async")], 3),
@@ -79,17 +97,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize(
-    ("kind", "mode", "seed"),
+    ("kind", "mode", "streams", "seed"),
     [
-        pytest.param(
-            *(name, mode, seed),
-            marks=[pytest.mark.nightly] * bool(seed)
-            + [pytest.mark.slow] * (mode not in kind.quick),
-        )
+        pytest.param(name, mode, streams, seed, marks=kind.mark(mode, streams, seed))
         for name, kind in KINDS.items()
         for mode in MODES
+        for streams in (False, True)
         for seed in range(kind.seeds)
     ],
 )
@@ -117,9 +131,7 @@ def instances(monkeypatch: pytest.MonkeyPatch, kind: type[T]) -> list[T]:
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "streams"), EACH_MODE)
 def test_every_promise_holds_where_versions_come_as_differences(
     monkeypatch: pytest.MonkeyPatch, mode: str, streams: bool
 ) -> None:
@@ -142,9 +154,14 @@ def test_every_promise_holds_where_replies_are_merged_on_arrival(mode: str, seed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", [0, 2, 3], ids=["once", "durable", "rewind"])  # of `SAVING`
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
-@pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
+@pytest.mark.parametrize(
+    ("mode", "saved", "streams"),
+    [
+        (mode, saved, (number + saved) % 2 == 0)
+        for number, mode in enumerate(("streaming", "carry", "async"))
+        for saved in (0, DURABLE, REWIND)
+    ],
+)
 def test_each_counted_unit_is_in_the_parameters_once(mode: str, streams: bool, saved: int) -> None:
     scenario = a_scenario(mode, streams, seed=1, saved=saved)
     run = Simulation(replace(scenario, has_units=True), seed=1).run()
@@ -174,9 +191,7 @@ def test_workers_follow_to_the_standby_of_a_hub_that_is_gone(fields: dict[str, A
 REFUSING = {"streaming": (1, 2, 6, 8, 19, 27, 35)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "streams"), EACH_MODE)
 def test_each_worker_keeps_exactly_what_was_left_out_of_what_counts(
     monkeypatch: pytest.MonkeyPatch, mode: str, streams: bool
 ) -> None:

@@ -63,8 +63,13 @@ def replayed_steps(reel: Reel) -> int:
     return len(steps)
 
 
-@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "streams"),
+    [
+        *((mode, False) for mode in ("streaming", "drop", "async")),
+        *(pytest.param(mode, True, marks=pytest.mark.slow) for mode in MODES),
+    ],
+)
 def test_run_replays_effect_for_effect(mode: str, streams: bool) -> None:
     with taped() as reels:
         run = Simulation(a_scenario(mode, streams, seed=3), 3).run()

@@ -7,8 +7,11 @@ import pytest
 from simulation.week import FAULTS_AN_HOUR, MODES, H, a_week, simulate
 
 
-def check(mode: str, days: float) -> None:
-    week, wanted = simulate(mode, days), FAULTS_AN_HOUR * 24 * days
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", MODES)
+def test_week_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:
+    week, wanted = simulate(mode, days=7.0), FAULTS_AN_HOUR * 24 * 7.0
     # They come at random, one independent of the other: four standard deviations, or a tenth.
     spread = max(4 * math.sqrt(wanted), 0.1 * wanted)
     assert sum(week["faults"].values()) == pytest.approx(wanted, abs=spread)
@@ -24,16 +27,3 @@ def check(mode: str, days: float) -> None:
     assert week["lost_more"] <= 0.01 * week["faults"]["kill"]
     assert week["averaged"] >= 0.95
     assert week["to_next_round_s"] < 4 * a_week(mode).cycle_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_quarter_of_a_day_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:
-    check(mode, days=0.25)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", MODES)
-def test_week_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:
-    check(mode, days=7.0)

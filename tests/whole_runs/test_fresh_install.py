@@ -17,7 +17,7 @@ import pytest
 from kit.examples import FOLDER
 from kit.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 INSTALLS_WITHIN_S, ENDS_WITHIN_S = 600, 60
 
 

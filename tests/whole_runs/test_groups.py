@@ -65,6 +65,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
 QUANTIZED = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z", "feedback_decay": 0.75}
 RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
+AT_NIGHT = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
@@ -72,24 +73,19 @@ DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
     [
         # The mean of the gradients of two equal batches is that of one, so all sums are the same.
         pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
-        pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp"),
+        pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp", marks=AT_NIGHT),
         pytest.param(QUANTIZED, [DDP, PLAIN], {}, 0.0, id="quantized-ddp"),
         pytest.param(RELAYED, [DDP, PLAIN], {}, 1e-6, id="relay-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
-        pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2"),
+        pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp", 3)], {}, 1e-6, id="streaming-fsdp3-uneven"),
         pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2"),
         pytest.param(STREAMING, [("fsdp-tp", 4)], EVEN, 1e-6, id="streaming-fsdp2-tp2"),
         # Stages of a pipeline, with a tied weight.
-        pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline"),
+        pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline", marks=AT_NIGHT),
         pytest.param(STREAMING, [("pipeline", 2)], RULE, 0.0, id="streaming-pipeline"),
         pytest.param(
-            STREAMING,
-            [PLAIN, DDP, ("fsdp", 4)],
-            {},
-            1e-6,
-            id="streaming-1-2-4",
-            marks=pytest.mark.nightly,
+            *(STREAMING, [PLAIN, DDP, ("fsdp", 4)], {}, 1e-6), id="streaming-1-2-4", marks=AT_NIGHT
         ),
     ],
 )

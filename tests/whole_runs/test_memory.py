@@ -67,6 +67,7 @@ MODES = {
     "saved": ["--save-dir", "run", "--save-every", "1"],
     "saved before it is released": ["--save-dir", "run", "--durable", "--mode", "async"],
 }
+SLOW = ("sync", "fragments", "saved before it is released")  # the others at night
 
 
 def assert_flat(result: dict[str, Any]) -> None:
@@ -79,9 +80,14 @@ def assert_flat(result: dict[str, Any]) -> None:
 
 
 @needs_proc
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
+        for name in MODES
+    ],
+)
 def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None:
     broker, address = processes.serve("--sync-every", "1", *MODES[name])
     assert train(processes, address, broker, ROUNDS, SMALL).ends(240) == 0

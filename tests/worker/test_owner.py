@@ -1,6 +1,8 @@
 """Finds the model that an optimizer trains, without the script's help."""
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -65,3 +67,28 @@ def test_unfinished_module_is_not_an_owner() -> None:
     model = a_model()
     half = Wrapper.__new__(Wrapper)
     assert owner_of(sgd(model), [half, model]) is model
+
+
+@pytest.mark.slow
+def test_search_for_models_disturbs_no_other_thread() -> None:
+    """CPython cannot finish a tuple of a generator while a list of all objects refers to it."""
+    ended, errors = threading.Event(), []
+
+    def build_tuples() -> None:
+        while not ended.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    thread, interval = threading.Thread(target=build_tuples), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(4):
+            living_modules()
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join()
+    assert not errors

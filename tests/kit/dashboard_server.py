@@ -64,10 +64,13 @@ class Publisher(feed_snapshots.Publisher):
 
     _has_subscriber = False
 
-    def says(self, **keys: Any) -> None:
+    def await_subscriber(self) -> None:
         if not self._has_subscriber:
-            self.await_subscriber()
+            super().await_subscriber()
             self._has_subscriber = True
+
+    def says(self, **keys: Any) -> None:
+        self.await_subscriber()
         self.send(frame(a_status(**keys)))
 
 

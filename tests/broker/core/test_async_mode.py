@@ -134,21 +134,25 @@ def test_push_that_becomes_too_stale_while_it_waits_is_refused() -> None:
 
 
 def test_slots_are_handed_out_in_the_order_of_asking_and_the_dead_are_passed_over() -> None:
-    _, puppets = a_run("a", "b", "c", "d", "e", staging_slots=2)
-    a, b, c, d, e = puppets
+    _, puppets = a_run("a", "b", "c", "d", "e", "f", staging_slots=2)
+    a, b, c, d, e, f = puppets
     granted = [each.offers(number).standing for number, each in enumerate(puppets, start=1)]
-    assert granted == [Standing.NEW] * 2 + [Standing.WAIT] * 3
+    assert granted == [Standing.NEW] * 2 + [Standing.WAIT] * 4
     b.completes()
     assert c.got(Grant).standing is Standing.NEW
     assert standings(d, 4) == [Standing.WAIT]
     d.dies()
     a.leaves()
     assert e.got(Grant).standing is Standing.NEW
+    assert standings(f, 6) == [Standing.WAIT]
+    e.delivers([0], is_finite=False)
+    assert f.got(Grant).standing is Standing.NEW
 
 
 def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> None:
     stage, (a, b) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
     a.begins(1)
+    stage.passes(60.0)  # no other push waits
     a.delivers([0])
     b.begins(2)
     stage.passes(9.0)
@@ -161,25 +165,6 @@ def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> 
     assert (a.got(Grant).standing, a.got(Grant).held) == (Standing.NEW, None)
     a.completes()
     assert who(stage) == ["b", "a"]
-
-
-def test_slow_push_keeps_its_slot_while_no_other_waits() -> None:
-    stage, (a, _) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
-    a.begins(1)
-    a.delivers([0])
-    stage.passes(60.0)
-    a.completes(1, 2)
-    assert who(stage) == ["a"]
-
-
-def test_non_finite_push_frees_its_slot() -> None:
-    stage, (a, b) = a_run("a", "b", staging_slots=1)
-    a.begins(1)
-    b.begins(2)
-    a.delivers([0], is_finite=False)
-    assert a.error().code == "non_finite"
-    assert b.got(Grant).standing is Standing.NEW
-    assert stage.version().counter == 0
 
 
 def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
@@ -223,13 +208,6 @@ def test_window_holds_one_push_of_each_worker_and_fragment() -> None:
     assert (reducer["submissions"], reducer["waiting"]) == (2, 1)
     stage.passes(101.0)
     assert (a.got(Grant).push_id, a.got(Grant).standing) == (49, Standing.NEW)
-
-
-def test_asynchronous_run_never_waits_for_workers() -> None:
-    stage, _ = a_run("a", "b")
-    assert stage.shown()["why"]["reason"] == "pushes"
-    assert stage.expected == set()
-    assert [stage.worker(name).joins().got(Welcome).first_round for name in "cd"] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_seed_worker_without_another_that_pauses_half_way_loses_nothing_of_it() 
     assert stage.version().counter == 0
 
 
-def test_slow_seed_worker_is_told_that_another_one_is_asked() -> None:
+def test_slow_seed_worker_is_told_that_another_one_is_asked_and_may_be_asked_again() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     a.seeds(indexes=[0])
@@ -145,7 +145,11 @@ def test_slow_seed_worker_is_told_that_another_one_is_asked() -> None:
     error = a.got(Error)
     assert (error.push_id, error.retry) == (a.push_id, False)
     assert b.asked_for == [0]
-    b.seeds()
+    a.seeds(indexes=[])
+    assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
+    b.leaves()
+    assert a.asked_for == [0, 0]
+    a.seeds()
     assert stage.version().counter == 0
 
 
@@ -169,18 +173,6 @@ def test_seed_worker_with_values_that_are_not_finite_is_asked_again_once_it_rejo
     a.loses_connection()
     a.joins()
     assert a.asked_for == [0]
-    a.seeds()
-    assert stage.version().counter == 0
-
-
-def test_offer_of_a_seed_worker_that_was_passed_over_costs_it_nothing() -> None:
-    stage = a_stage(workers=2, chunks=2)
-    a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    stage.passes_with(round(SEED_PATIENCE_S + 1), "a", "b")
-    a.seeds(indexes=[])
-    assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
-    b.leaves()
-    assert a.asked_for == [0, 0]
     a.seeds()
     assert stage.version().counter == 0
 

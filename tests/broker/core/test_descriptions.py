@@ -50,15 +50,6 @@ def describes(stage: Stage, route: bytes, *pieces: bytes) -> None:
         stage.happens(Received(route, messages.Describe(piece)))
 
 
-def test_join_of_a_large_model_fits_into_a_header() -> None:
-    assert len(messages.encode(messages.Join("a", LARGE))) > messages.LONGEST_JOIN
-    assert len(messages.encode(messages.in_a_header(messages.Join("a", LARGE)))) < 200
-    longest = max(len(messages.encode(messages.Describe(piece))) for piece in PIECES)
-    assert longest < messages.LONGEST_JOIN
-    small = messages.Join("a", layered(10))
-    assert messages.in_a_header(small) == small
-
-
 def test_first_worker_describes_its_model_and_the_next_need_not(stage: Stage) -> None:
     first = asks(stage, "a")
     assert told(stage, first) == messages.Notice("describe")

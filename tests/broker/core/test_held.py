@@ -316,7 +316,7 @@ def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(has_own_optimizer: b
     stage, _ = a_run("a")
     stage.happens(Surroundings(has_own_optimizer=has_own_optimizer))
     stage.stands_still(7.0)
-    (text,) = stage.said("suspended")
+    (text,) = stage.said("suspended for 7 s")
     assert ("a step of its torch optimizer took that long" in text) == has_own_optimizer
 
 

@@ -212,16 +212,6 @@ def test_credit_on_the_others_is_void_when_a_lane_is_lost() -> None:
     assert (made.came(0), made.came(1)) == ([0], [1])
 
 
-def test_removed_worker_has_no_lanes() -> None:
-    made = bound()
-    made.stage.kicks("g")
-    assert "g" not in made.stage.here
-    made.binds(1)
-    made.delivers(0, [0])
-    for lane in made.lanes:
-        assert any(isinstance(m, Rejoin) for m in made.stage.inbox[lane])
-
-
 def test_chunks_on_the_others_cost_no_push_when_a_lane_is_lost() -> None:
     """They were under way when it broke; the push is offered again on new connections."""
     made = bound()

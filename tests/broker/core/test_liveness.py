@@ -44,7 +44,7 @@ def test_worker_that_does_not_train_does_not_stand_still(state: str) -> None:
     stage, _ = a_run("a", "b", stall_timeout=60.0)
     beating = Beating(stage)
     beating.goes_on(20, a="training", b="training")
-    beating.goes_on(600, a="training", b=state)
+    beating.goes_on(200, a="training", b=state)
     beating.goes_on(60, a="training", b="standing")
     assert stage.expected == {"a", "b"}, "it counts from when it was to train again"
     beating.goes_on(10, a="training", b="standing")
@@ -146,7 +146,7 @@ def test_worker_without_heartbeats_is_never_silent_nor_stands_still() -> None:
 
 def test_zero_disables_the_stall_timeout() -> None:
     stage, _ = a_run("a", "b", stall_timeout=0.0)
-    Beating(stage).goes_on(3000, a="training", b="standing")
+    Beating(stage).goes_on(300, a="training", b="standing")
     assert stage.expected == {"a", "b"}
 
 

@@ -237,6 +237,8 @@ def test_workers_that_send_the_same_are_named_once_and_shown(options: dict[str, 
     found = verdict_on(parse_snapshot(frame(stage.shown())))
     assert found.word == "degraded"
     assert any("a and c" in reason for reason in found.reasons)
+    c.leaves()
+    assert alike(stage) == {}
 
 
 def test_identical_updates_are_logged_once_and_shown_while_they_last() -> None:
@@ -258,10 +260,3 @@ def test_zeros_and_updates_from_different_versions_are_not_compared() -> None:
     for puppet in (a, b):  # b from the version that a's update made
         push((puppet, SAME))
     assert not warnings(stage)
-
-
-def test_worker_that_is_gone_is_not_named() -> None:
-    stage, (a, b, c) = fresh("a", "b", "c")
-    push((a, SAME), (b, SAME), (c, OTHER))
-    b.leaves()
-    assert alike(stage) == {}

@@ -79,13 +79,6 @@ def test_slow_observer_gets_the_version_that_it_has_begun() -> None:
     assert (chunks_of(stage, route), len(told)) == (CHUNKS, 1)
 
 
-def test_observer_that_waits_for_a_version_keeps_its_connection() -> None:
-    stage, _ = alone(CHUNKS)
-    route = observer(stage, credit=0, after=0)
-    stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) * 3, "a")
-    assert route not in stage.gone
-
-
 @pytest.mark.slow
 def test_worker_on_a_thin_link_goes_on_and_one_that_never_reads_is_given_up() -> None:
     stage, _ = alone(MANY)

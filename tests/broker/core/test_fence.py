@@ -356,24 +356,18 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
 
 
 def test_former_standby_with_a_higher_term_replaces_the_hub() -> None:
-    hub = promised()
+    hub = promised(save_dir="run", save_every=100)
+    joined(hub, a=1)
+    hub.stage.is_saved()
     hub.stage.asks("promote", force=True)
     hub.says(standby="other", incarnation=9)
+    assert hub.stage.checkpoints[-1].record.standby == "other", "it is saved at once"
     hub.says(standby="other", incarnation=9, nonce=hub.leases[-1].nonce)
     assert hub.lease.holds
     hub.says(wants="over", term=0)  # no higher than the hub's own
     assert hub.lease.holds
     hub.says(wants="over", term=1)
     assert hub.lease.superseded_by == 1 and not hub.lease.holds
-
-
-def test_a_new_standby_is_saved_at_once() -> None:
-    hub = promised(save_dir="run", save_every=100)
-    joined(hub, a=1)
-    hub.stage.is_saved()
-    hub.stage.asks("promote", force=True)
-    hub.says(standby="other", incarnation=9)
-    assert hub.stage.checkpoints[-1].record.standby == "other"
 
 
 def test_hub_continues_alone_after_a_lease_of_silence(hub: Hub) -> None:

@@ -125,16 +125,6 @@ def test_credit_of_a_push_is_that_of_each_lane_and_comes_back_to_it() -> None:
     assert upload.windows[0].credit == grant.credit, "the other lane has all of its own"
 
 
-def test_chunk_without_credit_on_its_lane_is_refused_although_others_have_some() -> None:
-    made = bound()
-    grant = made.puppet.offers(7)
-    upload = made.stage.state.members.named("g").uploads.of(0)
-    upload.windows[1].credit = 0
-    made.delivers(1, [1])
-    assert made.puppet.error().push_id == 7
-    assert upload.windows[0].credit == grant.credit
-
-
 def test_lost_lane_is_not_a_death() -> None:
     made = bound()
     made.stage.happens(PeerGone(made.lanes[1]))

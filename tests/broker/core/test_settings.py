@@ -292,21 +292,15 @@ def test_each_worker_is_asked_to_save_and_its_reply_is_shown() -> None:
     assert list(asked.data["waiting"]) == ["a", "b"]
     assert a.notices[-1] == b.notices[-1] == "save_all"
     saves(stage, a)
-    b.leaves()
-    shown = stage.asks("save_all", order=asked.data["order"])
-    assert [list(shown.data[each]) for each in ("saved", "left", "waiting")] == [["a"], ["b"], []]
-    assert a.notices.count("save_all") == 1
-
-
-def test_late_joiner_is_told_of_pending_orders_only() -> None:
-    stage, (a, b) = a_run("a", "b")
-    stage.asks("save_all")
-    saves(stage, a)
     late = stage.joined("c")[0]
     assert late.notices[-1] == "save_all"
-    saves(stage, b)
+    b.leaves()
     saves(stage, late)
-    assert "save_all" not in stage.joined("d")[0].notices
+    shown = stage.asks("save_all", order=asked.data["order"])
+    told = [list(shown.data[each]) for each in ("saved", "left", "waiting")]
+    assert told == [["a", "c"], ["b"], []]
+    assert a.notices.count("save_all") == 1
+    assert "save_all" not in stage.joined("d")[0].notices, "it is over"
 
 
 def test_workers_that_are_told_to_stop_leave_and_the_broker_stays() -> None:

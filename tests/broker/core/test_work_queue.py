@@ -194,7 +194,7 @@ REQUESTS = st.tuples(
 
 
 @patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(requests=st.lists(REQUESTS, min_size=40, max_size=60))
 def test_few_ranges_of_units_lie_free(requests: list[tuple[str, str, int, int, int]]) -> None:
     data = DataSet(10_000, 0, None)

@@ -107,21 +107,17 @@ def test_stale_push_counts_less_with_cgad_up_to_its_cutoff() -> None:
     assert scales[-1] == 0.0
 
 
-def test_too_stale_push_is_refused_when_it_is_offered() -> None:
-    _, b = b_is_late(3, max_staleness=2)
-    b.begins(1)
-    assert (b.error().code, b.error().push_id) == ("stale", 1)
-
-
-def test_push_that_becomes_too_stale_in_flight_is_refused() -> None:
+def test_push_that_is_or_becomes_too_stale_is_refused() -> None:
     stage, (a, b) = a_run("a", "b", max_staleness=1)
     b.begins(1)
     b.delivers([0, 1])
     for number in range(2):
         a.pushes(10 + number, base=stage.version())
     b.completes(2)
-    assert b.error().code == "stale"
+    assert (b.error().code, b.error().push_id) == ("stale", 1)
     assert who(stage) == ["a", "a"]
+    b.begins(2)
+    assert (b.error().code, b.error().push_id) == ("stale", 2), "when it is offered"
 
 
 def test_push_that_becomes_too_stale_while_it_waits_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.members.dylu import average_speed, sync_every
-from diloco_protocol.messages import Error, Grant, Heartbeat, Notice, Released, Standing, Welcome
+from diloco_protocol.messages import Grant, Heartbeat, Notice, Released, Standing, Welcome
 from kit import core_harness
 from kit.core_harness import Puppet, Stage, alone
 
@@ -160,23 +160,6 @@ def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> 
     b.completes()
     assert (a.got(Grant).standing, a.got(Grant).held) == (Standing.NEW, None)
     a.completes()
-    assert who(stage) == ["b", "a"]
-
-
-def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
-    """They were allowed when they were sent, and arrive after the slot has been given again."""
-    stage, (a, b) = a_run("a", "b", chunks=9, staging_slots=1, staging_deadline=10.0)
-    a.begins(1)
-    b.begins(2)
-    stage.passes(11.0)
-    b.completes()
-    stage.by_hand = True
-    a.delivers(range(8))  # of the first grant
-    a.delivers(range(8))  # of the second
-    assert not [e for e in a.all(Error) if e.push_id == 1]
-    stage.work()
-    stage.by_hand = False
-    a.completes(8)
     assert who(stage) == ["b", "a"]
 
 

@@ -165,17 +165,6 @@ def test_process_with_another_voter_number_has_to_wait_until_the_first_is_gone()
     assert twin.joins(voter=8).last(messages.Welcome) is not None
 
 
-def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
-    stage, a = alone()
-    stage.gone |= {a.control, a.bulk}  # killed, not noticed yet
-    twin = stage.worker("a").joins()
-    assert twin.error().retry
-    stage.passes(1.2)
-    twin.joins()
-    assert twin.last(messages.Welcome) is not None
-    assert len(stage.here) == 1
-
-
 def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     stage = a_stage()
     (a,) = stage.joined("a")

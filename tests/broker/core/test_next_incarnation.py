@@ -22,6 +22,7 @@ def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
     a_round([a, b], 1)
     stage, (a, b) = next_incarnation(crashed, "a", "b")
     stage.passes(0.2)
+    assert stage.shown()["waiting_for"] is None
     a_round([a, b], 2)
     assert stage.version().counter == 3, "all that the checkpoint knows are back: no wait"
 

@@ -10,25 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from diloco_protocol import messages
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import unpack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import (
-    BUFFERS,
-    Ack,
-    Chunk,
-    Control,
-    Grant,
-    Join,
-    Message,
-    Notice,
-    Push,
-    Released,
-    RunConfig,
-    Standing,
-    Welcome,
-    encode,
-)
 from diloco_protocol.version import Counted, Ledger, VersionId
 from diloco_worker.session import effects, events
 from diloco_worker.session.connection import Phase
@@ -45,7 +30,9 @@ MANIFEST = Manifest(
         TensorEntry("mask", (3,), "float32", Kind.FROZEN),
     )
 )
-WHOLE = RunConfig("sync", 5, chunk_elements=10, heartbeat_timeout=30.0, buffers=BUFFERS)
+WHOLE = messages.RunConfig(
+    "sync", 5, chunk_elements=10, heartbeat_timeout=30.0, buffers=messages.BUFFERS
+)
 SPLIT = replace(WHOLE, sync_every=6, num_fragments=3)
 CONFIGS = [(WHOLE, ()), (SPLIT, (0, 1, 2, 2, 3)), (replace(WHOLE, mode="async", dylu=True), ())]
 MOST_EVENTS = 200
@@ -65,13 +52,13 @@ class Play:
         self.draws, self.words = draws, Words()
         dice = random.Random(1)
         self.is_observer = not draws.below(8)
-        join = None if self.is_observer else Join("me", MANIFEST, wants={"sync_every": 5})
+        join = None if self.is_observer else messages.Join("me", MANIFEST, wants={"sync_every": 5})
         interval = draws.one_of([None, 0.0, 5.0])
         self.session = Session(join, lambda: dice.getrandbits(64), interval)
         self.now, self.messages = 100.0, 0
         self.push_id, self.requests = 77, 0
         self.config, self.plan = draws.one_of(CONFIGS)
-        self.last: Message | None = None
+        self.last: messages.Message | None = None
         self.words.learn(
             VersionId(RUN, 0, 0), VersionId(RUN, 1, 1), 77, 78, b"s" * 16, RUN, *NOTICES
         )
@@ -88,9 +75,9 @@ class Play:
         assert len(wanted) <= MOST_EFFECTS
         for effect in wanted:
             if isinstance(effect, effects.Send):
-                encode(effect.message)
+                messages.encode(effect.message)
 
-    def hears(self, message: Message | None) -> None:
+    def hears(self, message: messages.Message | None) -> None:
         if message is not None:
             self.messages += 1
             self.last = message
@@ -107,7 +94,7 @@ class Play:
             versions = ()
         token = bytes([self.draws.below(9)]) * 16
         run = RUN if versions else None
-        self.hears(Welcome(token, "epoch", self.config, 0, run, versions, plan=self.plan))
+        self.hears(messages.Welcome(token, "epoch", self.config, 0, run, versions, plan=self.plan))
 
     def breaks(self) -> None:
         if self.session.phase is Phase.CONNECTING:
@@ -135,7 +122,7 @@ class Play:
             return
         self.push_id += 1
         chunks = layout.fragments[fragment].chunks
-        push = Push(b"", self.push_id, fragment, chunks, "bf16", base=VersionId(RUN, 0, 0))
+        push = messages.Push(b"", self.push_id, fragment, chunks, "bf16", base=VersionId(RUN, 0, 0))
         self.words.learn(self.push_id)
         self.happens(events.Offer(push))
 
@@ -146,7 +133,7 @@ class Play:
 
     def asks(self) -> None:
         self.requests += 1
-        self.happens(events.Ask(Control("status", self.requests)))
+        self.happens(events.Ask(messages.Control("status", self.requests)))
 
     def is_prepared(self) -> None:
         for upload in list(self.session.uploads):
@@ -154,31 +141,33 @@ class Play:
 
     def is_granted(self) -> None:
         held = self.draws.one_of([None, b"\x01", b"\x00"])
-        standing = self.draws.one_of(list(Standing))
+        standing = self.draws.one_of(list(messages.Standing))
         credit = self.draws.one_of([4, 0, 1, 2**64 - 1])
-        self.hears(Grant(self.draws.one_of([self.push_id, 77]), 0, standing, held, credit))
+        self.hears(messages.Grant(self.draws.one_of([self.push_id, 77]), 0, standing, held, credit))
 
     def is_acknowledged(self) -> None:
-        self.hears(Ack(self.push_id, 0, (self.draws.below(4),), self.draws.below(3)))
+        self.hears(messages.Ack(self.push_id, 0, (self.draws.below(4),), self.draws.below(3)))
 
     def gets_a_chunk(self) -> None:
         version = VersionId(RUN, self.draws.below(4), 0)
         fragment, index = self.draws.below(4), self.draws.below(4)
-        self.hears(Chunk(fragment, index, version=version))
+        self.hears(messages.Chunk(fragment, index, version=version))
 
     def gets_a_version(self) -> None:
         counter = self.draws.below(4)
         fragment = self.draws.below(4)
         version = VersionId(RUN, counter, 0)
         for index in range(4):
-            self.hears(Chunk(fragment, index, version=version))
+            self.hears(messages.Chunk(fragment, index, version=version))
         ledger = {**self.draws.one_of(LEDGERS)}
         if self.draws.is_so():
             ledger["me"] = (Counted(self.push_id),)
-        self.hears(Released(fragment, version, Ledger(ledger), counter))
+        self.hears(messages.Released(fragment, version, Ledger(ledger), counter))
 
     def is_told(self) -> None:
-        notice = Notice(self.draws.one_of(NOTICES), "", self.draws.below(5), 0, self.draws.below(9))
+        notice = messages.Notice(
+            self.draws.one_of(NOTICES), "", self.draws.below(5), 0, self.draws.below(9)
+        )
         self.hears(notice)
 
     def broker_is_hostile(self) -> None:
@@ -186,7 +175,7 @@ class Play:
 
     def broker_welcomes_strangely(self) -> None:
         """On terms that no broker offers."""
-        sound = Welcome(b"s" * 16, "epoch", self.config, 0, RUN, plan=self.plan)
+        sound = messages.Welcome(b"s" * 16, "epoch", self.config, 0, RUN, plan=self.plan)
         if self.draws.is_so():
             sound = replace(sound, config=self.words.changed(self.draws, self.config))
         self.hears(as_received(self.words.changed(self.draws, sound)))

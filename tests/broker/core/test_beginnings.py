@@ -59,23 +59,18 @@ def test_new_run_begins_once_no_holder_can_be_returning(has_file: bool) -> None:
     assert stage.round.number == 0
 
 
-def test_new_run_begins_once_all_its_workers_are_there_and_a_return_would_have_come() -> None:
-    stage = a_broker(workers=2)
-    first = stage.worker("a").joins()
-    stage.passes(RETURN_WITHIN_S)
-    assert not first.asked_for
-    stage.worker("b").joins()
-    assert first.asked_for == [0]
-
-
-def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -> None:
+@pytest.mark.parametrize("are_missing", [False, True])
+def test_new_run_waits_for_its_workers_no_longer_than_recover_wait(are_missing: bool) -> None:
     stage = a_broker(workers=3, recover_wait=8.0)
-    new = stage.worker("new").joins()
+    first, _ = stage.worker("a").joins(), stage.worker("b").joins()
     assert "3 workers" in stage.shown()["waiting_for"]
     stage.passes(7.8)
-    assert not new.asked_for
-    stage.passes(0.3)
-    assert new.asked_for == [0]
+    assert not first.asked_for, "a holder's return would have come"
+    if are_missing:
+        stage.passes(0.3)
+    else:
+        stage.worker("c").joins()
+    assert first.asked_for == [0]
 
 
 @pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)
@@ -137,7 +132,7 @@ def test_seed_worker_without_another_that_pauses_half_way_loses_nothing_of_it() 
     assert stage.version().counter == 0
 
 
-def test_slow_seed_worker_is_told_that_another_one_is_asked() -> None:
+def test_slow_seed_worker_is_told_that_another_one_is_asked_and_may_be_asked_again() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     a.seeds(indexes=[0])
@@ -145,7 +140,11 @@ def test_slow_seed_worker_is_told_that_another_one_is_asked() -> None:
     error = a.got(Error)
     assert (error.push_id, error.retry) == (a.push_id, False)
     assert b.asked_for == [0]
-    b.seeds()
+    a.seeds(indexes=[])
+    assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
+    b.leaves()
+    assert a.asked_for == [0, 0]
+    a.seeds()
     assert stage.version().counter == 0
 
 
@@ -169,18 +168,6 @@ def test_seed_worker_with_values_that_are_not_finite_is_asked_again_once_it_rejo
     a.loses_connection()
     a.joins()
     assert a.asked_for == [0]
-    a.seeds()
-    assert stage.version().counter == 0
-
-
-def test_offer_of_a_seed_worker_that_was_passed_over_costs_it_nothing() -> None:
-    stage = a_stage(workers=2, chunks=2)
-    a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    stage.passes_with(round(SEED_PATIENCE_S + 1), "a", "b")
-    a.seeds(indexes=[])
-    assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
-    b.leaves()
-    assert a.asked_for == [0, 0]
     a.seeds()
     assert stage.version().counter == 0
 

@@ -83,18 +83,6 @@ def test_claim_of_a_dead_worker_is_forgotten() -> None:
     assert len(stage.counted()) == 3
 
 
-def test_claim_stays_while_another_worker_has_that_model() -> None:
-    stage = a_stage(1)
-    claimant = stage.worker("claimant").joins()
-    other = stage.worker("other").joins()
-    claimant.seeds(indexes=[0])
-    claimant.dies()
-    stage.passes(2.0)
-    assert other.asked_for == [0]
-    other.seeds()
-    assert stage.version().counter == 0
-
-
 def test_workers_are_refused_past_the_number_that_may_be_here() -> None:
     stage = a_stage(2, max_workers=2)
     a, _ = stage.joined("a", "b")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.rounds import modes
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, Why, decide
 from kit.core_harness import a_run
 
@@ -69,46 +68,18 @@ def test_reason_that_goes_on_keeps_its_beginning() -> None:
     assert other.why == Why(Reason.PAUSED, since=NOW)
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "streaming": {},
-    "quorum": {"quorum": 2, "grace": 5.0},
-    "asynchronous": {"mode": "async", "grace": 5.0},
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_round_closes_exactly_when_decided(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    closings = 0
-
-    def noted(tally: Any, limits: Any, now: float) -> Decision:
-        nonlocal closings
-        found = decide(tally, limits, now)
-        closings += found.closes
-        return found
-
-    stage, _ = a_run("a", "b", "c", **MODES[mode])
-    stage.passes(10.0)
-    before = stage.version().counter
-    monkeypatch.setattr(modes, "decide", noted)
-    for number in range(1, 4):
-        for push_id, name in enumerate("abc", 10 * number):
-            stage.puppets[name].pulls()
-            stage.pushes(**{name: push_id})
-            stage.passes(1.0)
-        stage.passes(6.0)
-    assert closings == stage.version().counter - before > 0
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_feed_says_what_the_round_waits_for(mode: str) -> None:
-    stage, _ = a_run("a", "b", "c", **MODES[mode])
+@pytest.mark.parametrize(
+    "options", [{}, {"quorum": 2, "grace": 5.0}, {"mode": "async", "grace": 5.0}], ids=str
+)
+def test_feed_says_what_the_round_waits_for(options: dict[str, Any]) -> None:
+    stage, _ = a_run("a", "b", "c", **options)
     stage.passes(10.0)
     assert stage.shown()["why"]["reason"] == "pushes"
     stage.pushes(a=11)
-    if mode != "asynchronous":
+    if "mode" not in options:
         assert stage.shown()["why"]["workers"] == ["b", "c"]
         stage.pushes(b=12)
-    if mode != "streaming":
+    if options:
         stage.passes(2.0)
         why = stage.shown()["why"]
         assert (why["reason"], why["since_s"], why["left_s"]) == ("grace", 2.0, 3.0)

@@ -31,6 +31,14 @@ def asks(stage: Stage, worker_id: str, manifest: Manifest = LARGE) -> bytes:
     return route
 
 
+def announces(stage: Stage, worker_id: str, packed: bytes) -> bytes:
+    """A worker asks to join with a model that is packed like this; returns its connection."""
+    route, digest = stage.route(), hashlib.sha256(packed).digest()
+    join = messages.Join(worker_id, None, digest=digest, size=len(packed))
+    stage.happens(Received(route, join))
+    return route
+
+
 def told(stage: Stage, route: bytes) -> messages.Message:
     return stage.inbox[route][-1]
 
@@ -48,15 +56,6 @@ def is_welcome(stage: Stage, route: bytes) -> bool:
 def describes(stage: Stage, route: bytes, *pieces: bytes) -> None:
     for piece in pieces:
         stage.happens(Received(route, messages.Describe(piece)))
-
-
-def test_join_of_a_large_model_fits_into_a_header() -> None:
-    assert len(messages.encode(messages.Join("a", LARGE))) > messages.LONGEST_JOIN
-    assert len(messages.encode(messages.in_a_header(messages.Join("a", LARGE)))) < 200
-    longest = max(len(messages.encode(messages.Describe(piece))) for piece in PIECES)
-    assert longest < messages.LONGEST_JOIN
-    small = messages.Join("a", layered(10))
-    assert messages.in_a_header(small) == small
 
 
 def test_first_worker_describes_its_model_and_the_next_need_not(stage: Stage) -> None:
@@ -78,30 +77,27 @@ def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
     assert not stage.state.descriptions
 
 
+NO_MANIFEST = b"\xc1" * 10
+
+
 @pytest.mark.parametrize(
-    "pieces",
+    ("announced", "pieces"),
     [
-        [*PIECES[:-1], PIECES[-1] + b"x"],
-        [*PIECES[:-1], PIECES[-1][:-1] + b"x"],
-        [b""],
-        [PIECES[0][:1]],
+        (describe(LARGE).packed, [*PIECES[:-1], PIECES[-1] + b"x"]),
+        (describe(LARGE).packed, [*PIECES[:-1], PIECES[-1][:-1] + b"x"]),
+        (describe(LARGE).packed, [b""]),
+        (describe(LARGE).packed, [PIECES[0][:1]]),
+        (NO_MANIFEST, [NO_MANIFEST]),
     ],
-    ids=["too long", "damaged", "empty", "byte by byte"],
+    ids=["too long", "damaged", "empty", "byte by byte", "not a manifest"],
 )
-def test_wrong_description_is_refused_and_forgotten(stage: Stage, pieces: list[bytes]) -> None:
-    route = asks(stage, "a")
+def test_wrong_description_is_refused_and_forgotten(
+    stage: Stage, announced: bytes, pieces: list[bytes]
+) -> None:
+    route = announces(stage, "a", announced)
     describes(stage, route, *pieces)
     assert refusal(stage, route)
     assert not stage.state.descriptions
-
-
-def test_description_that_is_not_a_manifest_is_refused(stage: Stage) -> None:
-    packed = b"\xc1" * 10
-    named = messages.Join("a", None, digest=hashlib.sha256(packed).digest(), size=len(packed))
-    route = stage.route()
-    stage.happens(Received(route, named))
-    describes(stage, route, packed)
-    assert refusal(stage, route)
 
 
 def test_unasked_description_is_refused(stage: Stage) -> None:
@@ -172,15 +168,11 @@ def packed_another_way(manifest: Manifest) -> bytes:
 
 def test_digest_under_which_the_model_came_is_known(stage: Stage) -> None:
     packed = packed_another_way(LARGE)
-    digest = hashlib.sha256(packed).digest()
-    assert digest != describe(LARGE).digest
-    named = messages.Join("a", None, digest=digest, size=len(packed))
+    assert packed != describe(LARGE).packed
+    first = announces(stage, "a", packed)
     pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
-    first = stage.route()
-    stage.happens(Received(first, named))
     describes(stage, first, *pieces)
-    second = stage.route()
-    stage.happens(Received(second, replace(named, worker_id="b")))
+    second = announces(stage, "b", packed)
     for route in (first, second, asks(stage, "c")):
         assert is_welcome(stage, route)
     assert messages.Notice("describe") not in stage.inbox[second]

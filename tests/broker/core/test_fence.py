@@ -91,11 +91,6 @@ def votes(puppet: Puppet) -> None:
     puppet.sends(Vote(puppet.session, voter, notice.nonce))
 
 
-def pushes_a_round(hub: Hub, *puppets: Puppet, push_id: int = 7) -> None:
-    for puppet in puppets:
-        puppet.pushes(push_id)
-
-
 def test_hub_that_has_not_heard_its_standby_admits_no_worker() -> None:
     hub = Hub()
     error = hub.stage.worker("a").joins().error()
@@ -172,6 +167,7 @@ def test_hub_replaced_during_seeding_starts_no_run(hub: Hub) -> None:
     hub.stage.work()
     hub.stage.passes(0.1)
     a.pulls()
+    assert hub.leases[-1].is_over
     assert hub.stage.state.round is None and not a.all(Released)
 
 
@@ -300,7 +296,7 @@ def test_hub_without_a_standby_ends_once_its_workers_have_left() -> None:
     hub = promised(max_rounds=1, workers=2)
     a, b = joined(hub, a=1, b=2)
     hub.is_promised_for(2.0)
-    pushes_a_round(hub, a, b)
+    hub.stage.pushes(a=7, b=7)
     assert hub.stage.shown()["end"]["is_over"]
     a.leaves()
     for _ in range(20):
@@ -325,19 +321,11 @@ def test_a_hub_that_was_replaced_never_releases_again(hub: Hub) -> None:
     assert not hub.stage.asks("promote").ok
 
 
-def test_a_hub_steps_down_when_its_standby_asks_and_says_so(hub: Hub) -> None:
-    joined(hub, a=1)
-    hub.says(wants="charge")
-    assert hub.leases[-1].is_over
-    assert not fence.may_release(hub.stage.state)
-
-
 def test_before_a_planned_takeover_the_round_ends_and_the_run_is_saved() -> None:
     hub = promised(save_dir="run", save_every=10)
-    a, b = joined(hub, a=1, b=2)
+    joined(hub, a=1, b=2)
     hub.stage.is_saved()
-    for puppet in (a, b):
-        puppet.pushes(7)
+    hub.stage.pushes(a=7, b=7)
     asked_before = len(hub.stage.saves)
     hub.says(wants="hold", nonce=hub.leases[-1].nonce)
     assert {lease.settled for lease in hub.leases} == {None}
@@ -346,8 +334,7 @@ def test_before_a_planned_takeover_the_round_ends_and_the_run_is_saved() -> None
     hub.says(wants="hold", nonce=hub.leases[-1].nonce)
     hub.stage.passes(1.1)
     assert hub.leases[-1].settled == hub.stage.round.number == 1
-    for puppet in (a, b):
-        puppet.pushes(8)
+    hub.stage.pushes(a=8, b=8)
     assert hub.stage.version().counter == 1  # no other round closes
 
 
@@ -369,24 +356,18 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
 
 
 def test_former_standby_with_a_higher_term_replaces_the_hub() -> None:
-    hub = promised()
+    hub = promised(save_dir="run", save_every=100)
+    joined(hub, a=1)
+    hub.stage.is_saved()
     hub.stage.asks("promote", force=True)
     hub.says(standby="other", incarnation=9)
+    assert hub.stage.checkpoints[-1].record.standby == "other", "it is saved at once"
     hub.says(standby="other", incarnation=9, nonce=hub.leases[-1].nonce)
     assert hub.lease.holds
     hub.says(wants="over", term=0)  # no higher than the hub's own
     assert hub.lease.holds
     hub.says(wants="over", term=1)
     assert hub.lease.superseded_by == 1 and not hub.lease.holds
-
-
-def test_a_new_standby_is_saved_at_once() -> None:
-    hub = promised(save_dir="run", save_every=100)
-    joined(hub, a=1)
-    hub.stage.is_saved()
-    hub.stage.asks("promote", force=True)
-    hub.says(standby="other", incarnation=9)
-    assert hub.stage.checkpoints[-1].record.standby == "other"
 
 
 def test_hub_continues_alone_after_a_lease_of_silence(hub: Hub) -> None:

@@ -19,6 +19,8 @@ def test_push_before_its_round_waits_and_is_told_its_number() -> None:
     grant = a.offers(2, fragment=1)
     assert (grant.standing, grant.round) == (messages.Standing.WAIT, 1)
     a.begins(3, fragment=2)
+    grant = a.offers(9, fragment=0)
+    assert (grant.standing, grant.round) == (messages.Standing.WAIT, 3)
     b.pushes(4, fragment=0)
     numbers = [(g.push_id, g.standing, g.round) for g in a.all(messages.Grant) if g.push_id < 9]
     assert numbers == [
@@ -28,13 +30,6 @@ def test_push_before_its_round_waits_and_is_told_its_number() -> None:
         (2, messages.Standing.NEW, 1),
     ]
     assert stage.round.number == 1
-
-
-def test_second_push_of_a_fragment_in_its_round_is_for_the_round_p_later() -> None:
-    _, (a, _) = a_run("a", "b")
-    a.pushes(1, fragment=0)
-    grant = a.offers(2, fragment=0)
-    assert (grant.standing, grant.round) == (messages.Standing.WAIT, 3)
 
 
 def test_joiner_is_told_its_first_round_and_the_plan() -> None:

@@ -13,77 +13,60 @@ import pytest
 
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.operations.status import round_line
+from diloco_protocol import messages
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.messages import (
-    Chunk,
-    Commit,
-    Control,
-    Credit,
-    Heartbeat,
-    Join,
-    Lot,
-    Message,
-    Pull,
-    Push,
-    Result,
-    Take,
-    decode,
-    encode,
-)
 from fuzz import machine
 from kit.checked_refusals import checked_refusals
 from kit.core_harness import FIGURES, RUN, Puppet, Stage, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
 
-def is_shown(stage: Stage) -> dict[str, Any]:
-    """The feed, the status and the history can be made of it. Returns the snapshot."""
+def is_shown(stage: Stage) -> None:
+    """The feed, the status and the history can be made of it."""
     shown = stage.shown()
     assert len(json.dumps(shown, allow_nan=False)) < 20_000, "a message swamps the displays"
-    encode(Result(1, True, "status", shown))
+    messages.encode(messages.Result(1, True, "status", shown))
     for report in stage.reports:
         round_line(stage.state, report, FIGURES)
-    return shown
 
 
 WHOLE = [-(2**63), -1, 0, 1, 2**31, 2**32, 2**53, 2**63, 2**64 - 1]
 TINY, HUGE = [5e-324, 1e-310, 2.3e-308, 1e-30], [1e30, 1e308, float("inf")]
 REAL = [0.0, -0.0, float("nan"), 2**63, 2**64 - 1, *TINY, *HUGE, *(-x for x in TINY + HUGE)]
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "tokens": {"weight_by": "tokens"},
-    "staged": {"deterministic": True},
-    "clipped": {"aggregate": "clip-median-norm"},
-    "bounded": {"max_delta_norm": 2.0},
-    "quorum": {"quorum": 1, "grace": 1.0},
-    "dropped": {"quorum": 1, "grace": 0.0, "late": "drop"},
-    "fragments": {"num_fragments": 2, "sync_every": 8, "fragment_sync_delay": 1},
-    "async": {"mode": "async", "max_staleness": 4, "staleness_weight": "poly"},
-    "dylu": {"mode": "async", "dylu": True, "grace": 1.0},
-    "async-fragments": {"mode": "async", "num_fragments": 2, "sync_every": 8},
-}
+# Each way to count pushes in every change; the others each night.
+SLOW = (1, 2, 6, 7)
+MODES = [
+    pytest.param(mode, id=str(mode), marks=() if number in SLOW else pytest.mark.nightly)
+    for number, mode in enumerate([*machine.MODES, {"max_delta_norm": 2.0}])
+]
 
 
-def members_say(worker: Puppet) -> Iterator[Message]:
+def members_say(worker: Puppet) -> Iterator[messages.Message]:
     """Every kind of message that has numbers, each as a well-behaved worker would say it."""
     token, base = worker.token(), worker.stage.version()
     chunks = worker.stage.state.versions[0].layout.chunks
     figures: dict[str, Any] = {"tokens": 5, "samples": 5, "loss": 1.0, "norm": 1.0}
-    yield Heartbeat(token, 7, 3, "training", 2.0, 1.5, 100, merge_delay=1)
-    yield Push(token, 99, 0, chunks, "fp32", base, 1.0, 4, **figures)
-    yield Chunk(0, 1, session=token, push_id=99)
-    yield Commit(token, 99, 0)
-    yield Take(token, 1, "text", 10, 2, 7, 3, (0, 2), (Lot((99,), {"text": (0, 1)}),))
-    yield Pull(0, 0, token, 2, base, b"\x01")
-    yield Pull(0, 0, None, 2)
-    yield Credit(2, token)
-    yield Credit(2)
+    yield messages.Heartbeat(token, 7, 3, "training", 2.0, 1.5, 100, merge_delay=1)
+    yield messages.Push(token, 99, 0, chunks, "fp32", base, 1.0, 4, **figures)
+    yield messages.Chunk(0, 1, session=token, push_id=99)
+    yield messages.Commit(token, 99, 0)
+    yield messages.Take(
+        token, 1, "text", 10, 2, 7, 3, (0, 2), (messages.Lot((99,), {"text": (0, 1)}),)
+    )
+    yield messages.Pull(0, 0, token, 2, base, b"\x01")
+    yield messages.Pull(0, 0, None, 2)
+    yield messages.Credit(2, token)
+    yield messages.Credit(2)
     held = (base,) * worker.stage.config.num_fragments
-    yield Join(worker.worker_id, worker.stage.manifest, RUN, token, held, {"sync_every": 8}, pid=5)
-    yield Join("new", worker.stage.manifest, wants={"fragment_update_alpha": 0.5}, extra={"x": 1.5})
+    yield messages.Join(
+        worker.worker_id, worker.stage.manifest, RUN, token, held, {"sync_every": 8}, pid=5
+    )
+    yield messages.Join(
+        "new", worker.stage.manifest, wants={"fragment_update_alpha": 0.5}, extra={"x": 1.5}
+    )
     for setting in ("outer_lr", "outer_momentum", "workers", "quorum", "grace", "save_every"):
-        yield Control("set", 1, {setting: 1.0 if setting in ("outer_lr", "grace") else 1})
+        yield messages.Control("set", 1, {setting: 1.0 if setting in ("outer_lr", "grace") else 1})
 
 
 def with_extremes(plain: Any) -> Iterator[Any]:
@@ -122,25 +105,27 @@ def trains(stage: Stage, *workers: Puppet) -> None:
 def hears(stage: Stage, worker: Puppet, plain: dict[str, Any]) -> None:
     """What is in the header comes from the worker; the wire may refuse it, the core may not raise."""
     try:
-        message = decode(msgpack.packb(plain))
+        message = messages.decode(msgpack.packb(plain))
     except ProtocolError:
         return
     route = worker.control
-    if isinstance(message, Chunk) or (isinstance(message, Credit) and message.session):
+    if isinstance(message, messages.Chunk) or (
+        isinstance(message, messages.Credit) and message.session
+    ):
         route = worker.bulk
-    elif isinstance(message, Join | Control) or message.session is None:  # type: ignore[attr-defined]
+    elif isinstance(message, messages.Join | messages.Control) or message.session is None:  # type: ignore[attr-defined]
         route = stage.route()
     stage.happens(Received(route, message, Payload(4 * CHUNK_ELEMENTS)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_no_number_at_an_extreme_stops_the_run_or_its_displays(mode: str) -> None:
-    stage = a_stage(workers=2, heartbeat_timeout=0.0, **MODES[mode])
+def test_no_number_at_an_extreme_stops_the_run_or_its_displays(mode: dict[str, Any]) -> None:
+    stage = a_stage(workers=2, heartbeat_timeout=0.0, **mode)
     a, b = stage.joined("a", "b")
     for kind in range(len(list(members_say(a)))):
         trains(stage, a, b)
-        sound = msgpack.unpackb(encode(list(members_say(a))[kind]))
+        sound = msgpack.unpackb(messages.encode(list(members_say(a))[kind]))
         if sound["kind"] in ("chunk", "commit"):
             a.begins(99, tokens=5)
         for plain in with_extremes(sound):
@@ -149,12 +134,11 @@ def test_no_number_at_an_extreme_stops_the_run_or_its_displays(mode: str) -> Non
             hears(stage, a, sound)
             stage.now += 0.5
             stage.happens(Tick())
-            is_shown(stage)
     trains(stage, a, b)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_what_is_refused_has_changed_nothing(seed: int) -> None:
     dice = Random(seed)
     with checked_refusals():

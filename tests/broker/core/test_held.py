@@ -1,8 +1,8 @@
 """A run that is held by a pause, for want of a lease, or with its broker: its deadlines stand still."""
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime
 from diloco_protocol.messages import Error, Grant, Join, Lease, Promise, Standing
-from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
+from kit import core_harness
+from kit.core_harness import Puppet, Stage, a_round, a_run
 from kit.heartbeats import Beating
 from kit.restarts import a_saved_run, holding
 
@@ -25,78 +26,66 @@ HELD_S = 150.0
 USUAL: dict[str, Any] = {"chunks": 2, "heartbeat_timeout": 0.0, "stall_timeout": 0.0}
 
 
-class Hold(ABC):
-    """What holds the run."""
-
-    options: dict[str, Any] = {}  # noqa: RUF012  never changed
-    started_s = 0.0  # how long the broker has run when the test begins
-
-    def stage(self, **options: Any) -> Stage:
-        return self.starts(a_stage(**(USUAL | self.options | options)))
-
-    def starts(self, stage: Stage) -> Stage:
-        """The broker has started; from now on the run goes on for `BEFORE_S`."""
-        return stage
-
-    @abstractmethod
-    def begins(self, stage: Stage) -> None: ...
-
-    def lasts(self, stage: Stage) -> None:
-        stage.passes(HELD_S)
-
-    @abstractmethod
-    def ends(self, stage: Stage) -> None: ...
+Hold = Callable[[Stage], AbstractContextManager[None]]
+# A lease that is long enough for the hub to keep its workers while it has lapsed.
+LEASE_S = 100.0
+STANDBY = b"standby"
 
 
-class Pause(Hold):
-    def begins(self, stage: Stage) -> None:
-        stage.asks("pause")
-
-    def ends(self, stage: Stage) -> None:
-        stage.asks("resume")
-
-
-class LapsedLease(Hold):
-    """A lease that is long enough for the hub to keep its workers while it has lapsed."""
-
-    lease_s = 100.0
-    options = {"standby": True, "lease": lease_s}  # noqa: RUF012  never changed
-    started_s = lease_s - BEFORE_S
-    route = b"standby"
-
-    def starts(self, stage: Stage) -> Stage:
-        stage.happens(Received(self.route, Promise("sb", 5)))
-        self.ends(stage)
-        stage.passes(self.started_s)
-        return stage
-
-    def begins(self, stage: Stage) -> None:
-        assert not stage.shown()["standby"]["holds_lease"]
-
-    def ends(self, stage: Stage) -> None:
-        nonce = next(m.nonce for m in stage.inbox[self.route][::-1] if isinstance(m, Lease))
-        stage.happens(Received(self.route, Promise("sb", 5, nonce)))
+@contextmanager
+def paused(stage: Stage) -> Iterator[None]:
+    stage.asks("pause")
+    yield
+    stage.asks("resume")
 
 
-class StoppedBroker(Hold):
+def promises(stage: Stage) -> None:
+    """The standby greets the broker, and returns its newest nonce."""
+    stage.happens(Received(STANDBY, Promise("sb", 5)))
+    nonce = next(m.nonce for m in stage.inbox[STANDBY][::-1] if isinstance(m, Lease))
+    stage.happens(Received(STANDBY, Promise("sb", 5, nonce)))
+
+
+@contextmanager
+def without_lease(stage: Stage) -> Iterator[None]:
+    assert not stage.shown()["standby"]["holds_lease"]
+    yield
+    promises(stage)
+
+
+@contextmanager
+def broker_stopped(stage: Stage) -> Iterator[None]:
     """The broker's process is stopped, or its machine sleeps for a night."""
-
-    def begins(self, stage: Stage) -> None:
-        stage.stands_still(30_000.0)
-
-    def lasts(self, stage: Stage) -> None:
-        """All of it is over when it goes on."""
-
-    def ends(self, stage: Stage) -> None:
-        """It goes on by itself."""
+    stage.stands_still(30_000.0)
+    yield
 
 
-HOLDS = pytest.mark.parametrize("hold", [Pause(), LapsedLease()], ids=lambda h: type(h).__name__)
+def options_of(hold: Hold) -> dict[str, Any]:
+    return {"standby": True, "lease": LEASE_S} if hold is without_lease else {}
+
+
+def started_s(hold: Hold) -> float:
+    """How long the broker has run when the test begins, `BEFORE_S` before the hold."""
+    return LEASE_S - BEFORE_S if hold is without_lease else 0.0
+
+
+def starts(stage: Stage, hold: Hold) -> Stage:
+    if hold is without_lease:
+        promises(stage)
+        stage.passes(started_s(hold))
+    return stage
+
+
+def a_stage(hold: Hold, **options: Any) -> Stage:
+    return starts(core_harness.a_stage(**(USUAL | options_of(hold) | options)), hold)
+
+
+HOLDS = pytest.mark.parametrize("hold", [paused, without_lease])
 Deadline = tuple[Stage, Callable[[], object], float]
 
 
 def time_of_the_last_round(hold: Hold) -> Deadline:
-    stage = hold.stage(max_rounds=2)
+    stage = a_stage(hold, max_rounds=2)
     a, b = stage.joined("a", "b")
     a_round([a, b], 0)
     a.pushes(11)
@@ -104,31 +93,31 @@ def time_of_the_last_round(hold: Hold) -> Deadline:
 
 
 def time_to_leave(hold: Hold) -> Deadline:
-    stage = hold.stage(max_rounds=1)
+    stage = a_stage(hold, max_rounds=1)
     a_round(stage.joined("a", "b"), 0)
     return stage, lambda: stage.ends, LEAVE_WITHIN_S
 
 
 def time_of_the_run(hold: Hold) -> Deadline:
-    stage = hold.stage(max_time="1m")
+    stage = a_stage(hold, max_time="1m")
     a, _ = stage.joined("a", "b")
     return stage, lambda: "last_round" in a.notices, 60.0
 
 
 def late_push_in_a_quorum(hold: Hold) -> Deadline:
-    stage = hold.stage(workers=1, quorum=1, grace=20.0)
+    stage = a_stage(hold, workers=1, quorum=1, grace=20.0)
     stage.joined("a", "b")[0].pushes(1)
     return stage, lambda: stage.version().counter == 1, 20.0
 
 
 def window_of_asynchronous_mode(hold: Hold) -> Deadline:
-    stage = hold.stage(mode="async", grace=20.0)
+    stage = a_stage(hold, mode="async", grace=20.0)
     stage.joined("a", "b")[0].pushes(1)
     return stage, lambda: stage.version().counter == 1, 20.0
 
 
 def slot_without_progress(hold: Hold) -> Deadline:
-    stage = hold.stage(mode="async", staging_slots=1, staging_deadline=20.0)
+    stage = a_stage(hold, mode="async", staging_slots=1, staging_deadline=20.0)
     for push_id, puppet in enumerate(stage.joined("a", "b")):
         puppet.begins(push_id)
     return stage, lambda: puppet.got(Grant).standing is Standing.NEW, 20.0
@@ -136,20 +125,20 @@ def slot_without_progress(hold: Hold) -> Deadline:
 
 def worker_that_the_checkpoint_knows(hold: Hold) -> Deadline:
     crashed = a_saved_run("a", "b", rounds=1)
-    wait_s = hold.started_s + 20.0
-    stage = hold.starts(crashed.restarted(recover_wait=wait_s, **hold.options))
+    wait_s = started_s(hold) + 20.0
+    stage = starts(crashed.restarted(recover_wait=wait_s, **options_of(hold)), hold)
     stage.worker("a").comes_with(crashed.holdings())
     return stage, lambda: stage.state.round is not None, 20.0
 
 
 def other_holders_of_a_run(hold: Hold) -> Deadline:
-    stage = hold.stage(recover_wait=20.0)
+    stage = a_stage(hold, recover_wait=20.0)
     a = stage.worker("a").comes_with(holding(12))
     return stage, lambda: a.asked_for == [0], 20.0
 
 
 def parameters_of_a_seed_worker(hold: Hold) -> Deadline:
-    stage = hold.stage()
+    stage = a_stage(hold)
     for name in ("a", "b"):
         stage.worker(name).joins()
     b = stage.puppets["b"]
@@ -221,33 +210,29 @@ OF_WORKERS = (
     answer_of_a_worker_whose_name_another_one_wants,
 )
 CASES = [
-    *itertools.product(DEADLINES, [Pause(), LapsedLease(), StoppedBroker()]),
-    *((deadline, StoppedBroker()) for deadline in OF_WORKERS),
+    *itertools.product(DEADLINES, [paused, without_lease, broker_stopped]),
+    *((deadline, broker_stopped) for deadline in OF_WORKERS),
 ]
 
 
-@pytest.mark.parametrize(
-    ("deadline", "hold"), CASES, ids=[f"{d.__name__}-{type(h).__name__}" for d, h in CASES]
-)
+@pytest.mark.parametrize(("deadline", "hold"), CASES)
 def test_deadlines_stop_while_run_is_held(deadline: Callable[[Hold], Deadline], hold: Hold) -> None:
     for short_of_it in (2.0, -2.0):
         stage, is_over, seconds = deadline(hold)
         stage.passes(BEFORE_S + 0.2)
-        hold.begins(stage)
-        hold.lasts(stage)
-        hold.ends(stage)
+        with hold(stage):
+            stage.passes(HELD_S if hold is not broker_stopped else 0.0)
         stage.passes(seconds - BEFORE_S - short_of_it)
         assert bool(is_over()) == (short_of_it < 0)
 
 
 @HOLDS
 def test_duration_of_a_round_excludes_holds(hold: Hold) -> None:
-    stage = hold.stage()
+    stage = a_stage(hold)
     a, b = stage.joined("a", "b")
     stage.passes(BEFORE_S + 0.2)
-    hold.begins(stage)
-    stage.passes(HELD_S)
-    hold.ends(stage)
+    with hold(stage):
+        stage.passes(HELD_S)
     a_round([a, b], 0)
     assert BEFORE_S - 0.5 < stage.reports[-1].seconds < BEFORE_S + 2.5
 
@@ -255,16 +240,15 @@ def test_duration_of_a_round_excludes_holds(hold: Hold) -> None:
 @HOLDS
 def test_worker_that_dies_during_a_hold_is_not_awaited(hold: Hold) -> None:
     """Workers send heartbeats whether rounds close or not, so silence means what it always does."""
-    stage = hold.stage(heartbeat_timeout=30.0)
+    stage = a_stage(hold, heartbeat_timeout=30.0)
     a, b = stage.joined("a", "b")
     a_round([a, b], 0)
     stage.passes(BEFORE_S + 0.2)
-    hold.begins(stage)
-    stage.passes_with(60, "a")
-    assert stage.expected == {"a"}
-    a.pushes(11)
-    assert stage.version().counter == 1
-    hold.ends(stage)
+    with hold(stage):
+        stage.passes_with(60, "a")
+        assert stage.expected == {"a"}
+        a.pushes(11)
+        assert stage.version().counter == 1
     stage.passes(0.2)
     assert stage.version().counter == 2
 
@@ -316,28 +300,22 @@ def test_long_step_of_a_torch_optimizer_is_named_as_a_cause(has_own_optimizer: b
     stage, _ = a_run("a")
     stage.happens(Surroundings(has_own_optimizer=has_own_optimizer))
     stage.stands_still(7.0)
-    (text,) = stage.said("suspended")
+    (text,) = stage.said("suspended for 7 s")
     assert ("a step of its torch optimizer took that long" in text) == has_own_optimizer
 
 
-@pytest.mark.parametrize("step", [0.0, 0.001, 0.1, LONGEST_S])
-def test_served_time_follows_the_machine_clock(step: float) -> None:
-    now = 50.0
-    clock = ServedTime(lambda: now)
-    for _ in range(100):
-        now += step
-        assert clock() == now
-    assert clock.stood_still() == 0
-
-
 @pytest.mark.parametrize("gap", [0.6, 3.0, 1e9])
-def test_served_time_leaves_out_suspensions(gap: float) -> None:
+def test_served_time_follows_the_clock_without_suspensions(gap: float) -> None:
     now = 50.0
     clock = ServedTime(lambda: now)
+    for step in (0.0, 0.001, 0.1, LONGEST_S):
+        now += step
+        assert (clock(), clock.stood_still()) == (now, 0)
+    served = now
     now += gap
-    assert clock() == pytest.approx(50.0 + COUNTED_S)
+    assert clock() == pytest.approx(served + COUNTED_S)
     told: Any = clock.stood_still()
     assert told == (pytest.approx(gap - COUNTED_S) if gap > WORTH_SAYING_S else 0)
     assert clock.stood_still() == 0, "it is said once"
     now += 0.1
-    assert clock() == pytest.approx(50.1 + COUNTED_S)
+    assert clock() == pytest.approx(served + 0.1 + COUNTED_S)

@@ -125,16 +125,6 @@ def test_credit_of_a_push_is_that_of_each_lane_and_comes_back_to_it() -> None:
     assert upload.windows[0].credit == grant.credit, "the other lane has all of its own"
 
 
-def test_chunk_without_credit_on_its_lane_is_refused_although_others_have_some() -> None:
-    made = bound()
-    grant = made.puppet.offers(7)
-    upload = made.stage.state.members.named("g").uploads.of(0)
-    upload.windows[1].credit = 0
-    made.delivers(1, [1])
-    assert made.puppet.error().push_id == 7
-    assert upload.windows[0].credit == grant.credit
-
-
 def test_lost_lane_is_not_a_death() -> None:
     made = bound()
     made.stage.happens(PeerGone(made.lanes[1]))
@@ -210,16 +200,6 @@ def test_credit_on_the_others_is_void_when_a_lane_is_lost() -> None:
         made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
     made.puppet.pulls()
     assert (made.came(0), made.came(1)) == ([0], [1])
-
-
-def test_removed_worker_has_no_lanes() -> None:
-    made = bound()
-    made.stage.kicks("g")
-    assert "g" not in made.stage.here
-    made.binds(1)
-    made.delivers(0, [0])
-    for lane in made.lanes:
-        assert any(isinstance(m, Rejoin) for m in made.stage.inbox[lane])
 
 
 def test_chunks_on_the_others_cost_no_push_when_a_lane_is_lost() -> None:

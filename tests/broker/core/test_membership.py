@@ -165,17 +165,6 @@ def test_process_with_another_voter_number_has_to_wait_until_the_first_is_gone()
     assert twin.joins(voter=8).last(messages.Welcome) is not None
 
 
-def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
-    stage, a = alone()
-    stage.gone |= {a.control, a.bulk}  # killed, not noticed yet
-    twin = stage.worker("a").joins()
-    assert twin.error().retry
-    stage.passes(1.2)
-    twin.joins()
-    assert twin.last(messages.Welcome) is not None
-    assert len(stage.here) == 1
-
-
 def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     stage = a_stage()
     (a,) = stage.joined("a")
@@ -229,27 +218,19 @@ def test_workers_get_the_lowest_free_slots_of_as_many_as_the_run_is_planned_for(
     stage = a_stage(3)
     stage.joined("a", "b")
     assert [share(stage, "a"), share(stage, "b")] == [(0, 3), (1, 3)]
+    stage.joined("c", "one more")
+    assert [share(stage, "c"), share(stage, "one more")] == [(2, 3), (3, 4)]
 
 
-def test_returning_worker_gets_its_slot_back() -> None:
-    stage, (a, _) = a_run("a", "b", min_workers=1)
-    a.dies()
-    stage.joined("a")
-    assert share(stage, "a") == (0, 2)
-
-
-def test_newcomer_takes_the_slot_that_was_free_longest() -> None:
+def test_returning_worker_gets_its_slot_back_and_a_newcomer_the_one_that_was_free_longest() -> None:
     stage, (a, b, _) = a_run("a", "b", "c", min_workers=1)
+    a.dies()
+    (a,) = stage.joined("a")
+    assert share(stage, "a") == (0, 3)
     b.dies()
     a.dies()
     stage.joined("d", "e")
     assert [share(stage, "d"), share(stage, "e")] == [(1, 3), (0, 3)]
-
-
-def test_one_more_than_planned_gets_a_slot_of_its_own_while_all_are_here() -> None:
-    stage, _ = a_run("a", "b")
-    stage.joined("c")
-    assert share(stage, "c") == (2, 3)
 
 
 def test_slots_survive_a_restart_in_any_order_of_joins() -> None:

@@ -22,6 +22,7 @@ def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
     a_round([a, b], 1)
     stage, (a, b) = next_incarnation(crashed, "a", "b")
     stage.passes(0.2)
+    assert stage.shown()["waiting_for"] is None
     a_round([a, b], 2)
     assert stage.version().counter == 3, "all that the checkpoint knows are back: no wait"
 
@@ -66,9 +67,9 @@ def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str)
     assert [(chunk["a", 11], chunk["b", 12]) for chunk in stage.counted()] == [(1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("lost", [1, 2, 3, 5])
-@pytest.mark.parametrize("had", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("lost", [1, 2, 5])
+@pytest.mark.parametrize("had", [1, 2])
 def test_buffer_is_dropped_where_the_adopted_version_has_it(had: int, lost: int, size: int) -> None:
     crashed = a_saved_run("a", rounds=had, outer="dn", dn_buffer=size)
     stage = crashed.restarted()
@@ -160,7 +161,7 @@ ALL_MODES: dict[str, dict[str, Any]] = {
     "async fragments": {"mode": "async"} | FRAGMENTS,
 }
 # The run is killed after each of the first versions; then every worker pushes every fragment once more.
-KILLED_AFTER, VERSIONS = 3, 12
+KILLED_AFTER, VERSIONS = 3, 9
 IS_SPOILED = 1  # in this round one of the pushes is not finite
 
 

@@ -54,47 +54,38 @@ def test_credit_of_a_worker_is_larger_and_bounded() -> None:
 
 
 def test_observers_that_never_go_on_keep_no_version() -> None:
-    stage, a = alone(CHUNKS)
+    stage, a = alone(CHUNKS, heartbeat_timeout=0.0)
     silent = [observer(stage) for _ in range(30)]
     a.pushes(1)
     assert kept(stage) == [0]
-    for _ in range(int(OBSERVER_GOES_ON_WITHIN_S) + 1):
-        stage.passes_with(1, "a")
+    stage.passes(OBSERVER_GOES_ON_WITHIN_S + 5)
     assert set(silent) <= stage.gone
     assert kept(stage) == []
     assert not stage.state.versions.observers
 
 
-@pytest.mark.slow
 def test_slow_observer_gets_the_version_that_it_has_begun() -> None:
-    stage, a = alone(CHUNKS)
+    stage, a = alone(CHUNKS, heartbeat_timeout=0.0)
     route = observer(stage)
     for number in range(1, CHUNKS):
         if number < 4:
             a.pushes(number)
-        stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) - 5, "a")
+        stage.passes(OBSERVER_GOES_ON_WITHIN_S - 5)
         stage.happens(Received(route, Credit(1)))
     assert route not in stage.gone
     told = {message.version for message, _ in stage.received[route]}
     assert (chunks_of(stage, route), len(told)) == (CHUNKS, 1)
 
 
-def test_observer_that_waits_for_a_version_keeps_its_connection() -> None:
-    stage, _ = alone(CHUNKS)
-    route = observer(stage, credit=0, after=0)
-    stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) * 3, "a")
-    assert route not in stage.gone
-
-
-@pytest.mark.slow
 def test_worker_on_a_thin_link_goes_on_and_one_that_never_reads_is_given_up() -> None:
-    stage, _ = alone(MANY)
+    stage, _ = alone(MANY, heartbeat_timeout=0.0)
     slow, silent = stage.worker("slow").joins(), stage.worker("silent").joins()
     for each in (slow, silent):
         each.pulls()
         assert len(each.chunks) == MAX_READER_CREDIT
     while len(slow.chunks) < MANY:
-        stage.passes_with(int(WORKER_GOES_ON_WITHIN_S) - 20, "a", "slow", "silent")
+        stage.passes(WORKER_GOES_ON_WITHIN_S - 20)
+        stage.beats("slow", "silent")
         assert slow.bulk not in stage.gone
         slow.sends(Credit(1, slow.session), on=slow.bulk)
     assert silent.bulk in stage.gone
@@ -104,14 +95,14 @@ def test_worker_on_a_thin_link_goes_on_and_one_that_never_reads_is_given_up() ->
 
 def test_reader_that_waited_for_long_has_its_time_once_its_credit_is_used_up() -> None:
     """A worker on a slow line, or one that others keep waiting, asks long before the first chunk."""
-    stage, a = alone(CHUNKS)
+    stage, a = alone(CHUNKS, heartbeat_timeout=0.0)
     route = observer(stage, after=0)
-    stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) * 3, "a")
+    stage.passes(OBSERVER_GOES_ON_WITHIN_S * 3)
     a.pushes(1)
     assert versions_read(stage, route) == [1]
-    stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) - 5, "a")
+    stage.passes(OBSERVER_GOES_ON_WITHIN_S - 5)
     assert route not in stage.gone
-    stage.passes_with(10, "a")
+    stage.passes(10)
     assert route in stage.gone
 
 

@@ -9,7 +9,7 @@ from diloco_broker.core.versions.fragment import TAGS_KEPT, TAGS_SAVED, WholeVer
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
 from diloco_protocol.version import VersionId
-from kit.core_harness import RUN, Stage, a_config, a_round, a_stage, layered
+from kit.core_harness import RUN, Stage, a_config, a_round, a_stage
 from kit.restarts import (
     a_saved_run,
     ahead,
@@ -18,19 +18,6 @@ from kit.restarts import (
     holding,
     next_incarnation,
 )
-
-
-def test_run_goes_on_at_once_when_all_known_workers_are_back() -> None:
-    crashed = a_saved_run("a", "b", rounds=2)
-    stage, (a, b) = next_incarnation(crashed, "a", "b")
-    assert stage.round.number == 2
-    assert stage.shown()["waiting_for"] is None
-    assert stage.version() == crashed.version()
-    assert not a.asked_for + b.asked_for
-    a_round([a, b], 2)
-    assert [dict(chunk) for chunk in stage.counted()] == [
-        {(name, 10 * n + place): 1 for n in range(3) for place, name in ((1, "a"), (2, "b"))}
-    ] * 2
 
 
 def test_known_worker_that_is_away_is_named_and_waited_for_no_longer_than_recover_wait() -> None:
@@ -250,12 +237,8 @@ def test_rewound_run_ignores_newer_versions_of_workers() -> None:
     assert max(stage.counted()[0].values()) == 1
 
 
-def of_two_fragments() -> Stage:
-    return Stage(a_config(2, num_fragments=2, sync_every=12), layered(2, 2))
-
-
 def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> None:
-    stage = of_two_fragments()
+    stage = a_stage(2, 2, num_fragments=2, sync_every=12)
     a = stage.worker("a").comes_with(holding(3, 2))
     b = stage.worker("b").comes_with(holding(2, 3))
     a.seeds(0)

@@ -26,14 +26,11 @@ def told(chain: Chain, held: VersionId | None, counter: int, size: int = 10) -> 
     return chain.reply(last, Chunk(0, 0, version=version(counter)), held)
 
 
-def test_reader_that_has_the_version_before_gets_one_code() -> None:
+def test_reader_gets_the_codes_of_the_versions_that_it_has_missed_in_order() -> None:
     reply = told(chained(3), version(2), 3)
     assert bytes(reply.payload) == bytes([3]) * 10
     expected = Chunk(0, 0, version=version(3), delta_of=version(2), parts=(10,), checksum=77)
     assert reply.message == expected
-
-
-def test_reader_that_has_missed_some_gets_their_codes_in_order() -> None:
     reply = told(chained(5), version(2), 5)
     assert bytes(reply.payload) == bytes([3]) * 10 + bytes([4]) * 10 + bytes([5]) * 10
     assert reply.message.parts == (10, 10, 10)

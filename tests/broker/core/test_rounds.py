@@ -24,19 +24,6 @@ def contents(stage: Stage) -> list[str]:
     ]
 
 
-def test_newcomer_is_expected_in_an_open_round_that_lacks_workers() -> None:
-    stage, (a, b) = two(min_workers=2)
-    stage.pushes(a=1, b=2)
-    b.dies()
-    a.pulls()
-    a.pushes(3)
-    assert stage.round.number == 1, "the floor of two holds"
-    (c,) = stage.joined("c")
-    assert c.got(messages.Welcome).first_round == 1
-    c.pushes(4)
-    assert stage.version().counter == 2
-
-
 def test_newcomer_is_expected_from_the_next_round_otherwise_and_counts_in_this_one() -> None:
     stage = a_stage(workers=1)
     stage.joined("a")

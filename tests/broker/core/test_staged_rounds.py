@@ -106,7 +106,7 @@ def test_push_that_begins_after_its_round_closed_goes_into_the_open_one() -> Non
     assert stage.row("c")["round"] == 2
 
 
-def test_late_push_under_way_is_dropped_and_its_worker_told() -> None:
+def test_late_push_under_way_or_offered_later_is_dropped_and_its_worker_told() -> None:
     stage, c = three(late="drop")
     stage.pushes(a=1, b=2)
     c.begins(3)
@@ -117,15 +117,9 @@ def test_late_push_under_way_is_dropped_and_its_worker_told() -> None:
     c.completes(2)
     assert stage.round.number == 2
     assert not stage.round.pool
-
-
-def test_late_push_that_begins_after_its_round_is_refused_before_a_byte_is_sent() -> None:
-    stage, c = three(late="drop")
-    stage.pushes(a=1, b=2)
-    stage.passes(6.0)
     before = c.all(Grant)
-    c.begins(3)
-    assert c.error().code == "late"
+    c.begins(5)  # before a byte of it is sent
+    assert (c.error().code, c.error().push_id) == ("late", 5)
     assert c.all(Grant) == before
     c.pulls()
     c.pushes(4)

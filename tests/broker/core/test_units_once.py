@@ -136,21 +136,26 @@ class Story:
         raise AssertionError("some units never count")
 
 
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"deterministic": True},
+    {"quorum": 1, "late": "carry"},
+    {"quorum": 1, "late": "drop"},
+    {"mode": "async", "outer": "nesterov"},
+    {"recover": "adopt"},
+]
+
+
 def of_each_kind() -> list[Any]:
-    """Options of a run: each way to make versions, of a whole model and of fragments."""
-    ways: dict[str, dict[str, Any]] = {
-        "streaming": {},
-        "whole submissions": {"deterministic": True},
-        "quorum": {"quorum": 1, "late": "carry"},
-        "quorum, late work dropped": {"quorum": 1, "late": "drop"},
-        "async": {"mode": "async", "outer": "nesterov"},
-        "newer parameters adopted": {"recover": "adopt"},
-    }
-    fragments = {"num_fragments": 2, "sync_every": 4}
+    """Each way to make versions, of a whole model and of fragments; one of the two is nightly."""
     return [
-        pytest.param({**way, **more}, id=f"{name}, {'fragments' if more else 'one fragment'}")
-        for name, way in ways.items()
-        for more in ({}, fragments)
+        pytest.param(
+            {**way, "num_fragments": pieces, "sync_every": 4},
+            id=f"{way}, {pieces}",
+            marks=() if (number + pieces) % 2 else pytest.mark.nightly,
+        )
+        for number, way in enumerate(WAYS)
+        for pieces in (1, 2)
     ]
 
 

@@ -19,6 +19,7 @@ from diloco_broker.tensors.piece import Scratch
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.chunks import ModelLayout, Segment
 from diloco_protocol.tensors.codecs import encode_chunk, segment_dtype
+from kit.pairwise import pairwise_cases
 
 WORKERS = ("a", "b", "c")
 ELEMENTS = 700  # of a chunk
@@ -132,12 +133,15 @@ def whole(made: TensorExecutor, layout: ModelLayout) -> list[bytes]:
 DTYPES = [("bf16", "fp32"), ("fp32", "bf16"), ("int8", "int4z"), ("int4z", "int4z")]
 
 
-@pytest.mark.parametrize("held", [0, 2, 100])
-@pytest.mark.parametrize(("wire", "reply"), DTYPES)
-@pytest.mark.parametrize("outer", ["nesterov", "dn", "fedbuff", "sgd"])
+@pytest.mark.parametrize(
+    ("outer", "dtypes", "held"),
+    pairwise_cases(["nesterov", "dn", "fedbuff", "sgd"], DTYPES, [0, 2, 100]),
+    ids=str,
+)
 def test_order_of_threads_changes_no_bit(
-    outer: str, wire: str, reply: str, held: int, monkeypatch: pytest.MonkeyPatch
+    outer: str, dtypes: tuple[str, str], held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wire, reply = dtypes
     monkeypatch.setattr(aggregate, "HELD", held)
     layout = a_layout()
     options: dict[str, Any] = {"wire_dtype": wire, "reply_dtype": reply, "outer": outer}

@@ -19,13 +19,14 @@ from diloco_broker.tensors.parameters import FragmentTensors
 from kit import reference
 from kit.chunked_model import ChunkedModel, fold, read, same, wire
 from kit.outers import BUFFERED, CASES, ETA, EVERY, MU, N, in_torch, sgd
+from kit.pairwise import pairwise_cases
 from kit.reference import State
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_optimizer_equals_its_formula(name: str, fragments: int, chunk_elements: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "chunk_elements", "fragments"), pairwise_cases(CASES, [1, 4, 7, 64], [1, 2])
+)
+def test_optimizer_equals_its_formula(name: str, chunk_elements: int, fragments: int) -> None:
     case = CASES[name]
     model = ChunkedModel(case.outer, fragments=fragments, chunk_elements=chunk_elements)
     tolerance = 0.0 if case.is_exact else 2e-5
@@ -107,9 +108,9 @@ def test_sum_that_overflows_leaves_the_buffer_as_it_was(name: str) -> None:
     assert same(model.memory(), before)
 
 
-@pytest.mark.parametrize("turn", range(N))
-@pytest.mark.parametrize("kind", [*ENORMOUS, "absent"])
-@pytest.mark.parametrize("name", BUFFERED)
+@pytest.mark.parametrize(
+    ("name", "kind", "turn"), pairwise_cases(BUFFERED, [*ENORMOUS, "absent"], range(N))
+)
 def test_boundary_without_a_usable_gradient_has_zeros(name: str, kind: str, turn: int) -> None:
     """In three buffers running the gradient of one turn cannot be used; a twin has zeros at a boundary
     and nothing between them."""

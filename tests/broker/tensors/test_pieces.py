@@ -18,6 +18,7 @@ from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_protocol.tensors.codecs import encode_chunk, segment_dtype
 from kit.chunked_model import fold, read, same, wire
 from kit.kernel_paths import by_kernels, by_torch, needs_kernels
+from kit.pairwise import pairwise_cases
 from kit.raw_worker import DTYPES
 
 ELEMENTS = (1 << 16) + 77
@@ -77,9 +78,9 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
     assert mean.held == 0
 
 
-@pytest.mark.parametrize("held", [0, 100])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("reply", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("reply", "nesterov", "held"), pairwise_cases(["fp32", "bf16", "fp16"], [True, False], [0, 100])
+)
 def test_rounds_of_long_chunks_are_those_of_torch_sgd_bit_for_bit(
     reply: str, nesterov: bool, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +141,13 @@ def test_overflow_anywhere_leaves_no_trace_of_the_step(reply: str, place: int) -
     assert torch.equal(before, kept[0]) and torch.equal(remembered, kept[1])
 
 
-@pytest.mark.parametrize("place", [0, ELEMENTS // 2, ELEMENTS - 1])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_bad_value_anywhere_leaves_the_mean_as_it_was(name: str, bad: float, place: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "place", "bad"),
+    pairwise_cases(
+        ["fp32", "bf16", "fp16"], [0, ELEMENTS // 2, ELEMENTS - 1], [float("nan"), float("inf")]
+    ),
+)
+def test_bad_value_anywhere_leaves_the_mean_as_it_was(name: str, place: int, bad: float) -> None:
     mean = StreamingMean(a_layout().fragments[0], name)
     good = torch.randn(ELEMENTS).to(DTYPES[name])
     poison = good.clone()

@@ -80,5 +80,4 @@ CASES: dict[str, Case] = {
     "torch-fedbuff": Case(TorchOuter(adamw, N), lambda: reference.Buffered(in_torch(adamw), N)),
 }
 EVERY = {name: case.outer for name, case in CASES.items()}
-BY_FACTORY = [name for name in EVERY if name.startswith("torch")]
 BUFFERED = [name for name, outer in EVERY.items() if outer.size > 1]

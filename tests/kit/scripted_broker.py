@@ -10,7 +10,16 @@ import torch
 import zmq
 from torch import Tensor, nn
 
-from diloco_protocol import Counted, Ledger, ModelLayout, RunConfig, VersionId, pack, unpack
+from diloco_protocol import (
+    Counted,
+    Ledger,
+    ModelLayout,
+    RunConfig,
+    Segment,
+    VersionId,
+    pack,
+    unpack,
+)
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.fragments import FragmentPlan
@@ -239,6 +248,13 @@ class Descent:
                 fragment
             ]
         return tensors.capture(part)
+
+
+def first(state: FlatState) -> float:
+    """The value of the parameters, which are all the same."""
+    vector = state.vectors[Segment.PARAMETERS]
+    assert bool((vector == vector[0]).all())
+    return float(vector[0])
 
 
 def changed(state: FlatState, change: Callable[[Tensor], Tensor]) -> FlatState:

@@ -17,9 +17,9 @@ from diloco_protocol.messages import Error, Join, Pull, Push, Released
 from diloco_worker import DiLoCoWorker
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.transport.link import Link
+from kit.process_kit import wait_for
 from kit.reference import State, state_of
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, changed, run_config, version
-from kit.uniform_model import first, until
+from kit.scripted_broker import Beside, Descent, ScriptedBroker, changed, first, run_config, version
 
 H = 4  # steps between two boundaries, unless the test says otherwise
 Saved = tuple[dict[str, Any], State]  # of worker and model
@@ -216,4 +216,4 @@ class ScriptedTraining:
         return self.descent.values(fragment, part=layout.all[fragment] if layout else None)
 
     def hears_news(self) -> None:
-        until(lambda: self.link.has_news)
+        wait_for(lambda: self.link.has_news)

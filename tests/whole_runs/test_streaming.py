@@ -15,9 +15,9 @@ import torch
 from diloco_broker import Broker
 from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
+from kit.process_kit import wait_for
 from kit.raw_codecs import decode, encode
 from kit.reference import Outer, Plan, State, Trainee, state_of, streaming
-from kit.uniform_model import until
 from kit.whole_run import (
     adamw,
     an_mlp,
@@ -111,7 +111,9 @@ def test_on_a_fast_network_fragments_are_merged_one_step_after_their_slot() -> N
     def reply_is_here(hook: DiLoCoWorker, _: int, step: int) -> None:
         cycle, position = divmod(step, plan.sync_every)
         sent = cycle * pieces + sum(slot <= position for slot in sent_at)
-        until(lambda: hook.sync_count == sent or (hook._link is not None and hook._link.has_news))
+        wait_for(
+            lambda: hook.sync_count == sent or (hook._link is not None and hook._link.has_news)
+        )
 
     steps = 3 * plan.sync_every + 2
     with Broker(make_config(workers=2, **options)) as broker:

@@ -29,9 +29,8 @@ from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.session.compatibility import cut
 from diloco_worker.session.downloads import DOWNLOAD_WINDOW
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
+from kit.scripted_broker import Beside, Descent, ScriptedBroker, first, run_config, version
 from kit.scripted_training import ScriptedTraining, layers
-from kit.uniform_model import first
 
 pytest_plugins = ("kit.worker_fixtures",)
 

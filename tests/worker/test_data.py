@@ -14,7 +14,7 @@ from diloco_protocol import UsageError
 from diloco_protocol.data.order import unit_of
 from diloco_worker import DiLoCoWorker
 from diloco_worker.data import QueuedDataset, WorkQueue
-from kit.uniform_model import until
+from kit.process_kit import wait_for
 
 
 def alone() -> DiLoCoWorker:
@@ -87,7 +87,7 @@ def test_deleted_data_set_leaves_no_thread_and_no_model(processes: int) -> None:
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
-    until(lambda: kept() is None)  # the serving thread sees that its process ended
+    wait_for(lambda: kept() is None)  # the serving thread sees that its process ended
 
 
 def test_deleting_a_forked_copy_does_not_end_the_original() -> None:

@@ -14,10 +14,10 @@ from diloco_protocol import UsageError
 from diloco_protocol.messages import Error, Heartbeat, Join, Leave, Notice, Progress, Purpose, Push
 from diloco_worker import DiLoCoWorker
 from diloco_worker.session.session import Session
+from kit.process_kit import wait_for
 from kit.proxy import Cut, MessageProxy
-from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
+from kit.scripted_broker import Descent, ScriptedBroker, first, run_config, version
 from kit.scripted_training import H, ScriptedTraining
-from kit.uniform_model import first, until
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -44,7 +44,7 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     assert metrics.bytes_up > 3 * 48 < metrics.bytes_down
     assert metrics.seconds_waited > 0
     assert f"has 4 steps of this worker, norm {push.norm:.4g}, staleness 0; waited" in caplog.text
-    until(lambda: not training.link.uploaded)  # the state of a push is dropped with it
+    wait_for(lambda: not training.link.uploaded)  # the state of a push is dropped with it
 
 
 def test_seeding_push_is_not_overwritten(
@@ -225,7 +225,7 @@ def test_message_received_before_the_connection_broke_is_handled(
         is_due.set()
         broker.says(Notice("shutdown", OVER))
         try:
-            until(lambda: worker.should_stop)
+            wait_for(lambda: worker.should_stop)
         finally:
             is_due.clear()
 
@@ -253,7 +253,7 @@ OVER = "The run is over: ann@desk asked for it."
 
 def restarts(training: ScriptedTraining) -> None:
     training.broker.says(Notice("restarting", "The broker restarts: it received SIGTERM."))
-    until(lambda: training.link.restarting is not None)
+    wait_for(lambda: training.link.restarting is not None)
 
 
 @pytest.mark.parametrize("is_welcome", [True, False])
@@ -270,7 +270,7 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
         broker.control, _, _ = broker.hears_from(Join)
         broker.says(Notice("shutdown", OVER))
         broker.says(Error("stopping", "The broker is stopping.", retry=True, about="join"))
-    until(lambda: worker.should_stop)
+    wait_for(lambda: worker.should_stop)
     assert worker.stop_reason == OVER
 
 
@@ -280,7 +280,7 @@ def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     worker = training.begins()
     assert not worker.should_stop
     broker.says(Notice("shutdown", "The broker stops."))
-    until(lambda: worker.should_stop)
+    wait_for(lambda: worker.should_stop)
     training.steps(H)
     assert training.values == 100 - H
     began = time.monotonic()

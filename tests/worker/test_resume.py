@@ -23,8 +23,8 @@ from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.session import Session
+from kit.process_kit import wait_for
 from kit.reference import State, one_thread, state_of
-from kit.uniform_model import until
 from kit.whole_run import PATIENCE_S, adamw, batch, make_config, mlp, sgd
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -110,7 +110,7 @@ class Incarnation:
         link.wake()
         assert link.wait_for(lambda: link.has_ended, PATIENCE_S)
         link.close()  # sends nothing
-        until(lambda: self.hook.worker_id not in members)
+        wait_for(lambda: self.hook.worker_id not in members)
 
 
 Plot = Callable[[Script], dict[int, State]]  # runs a worker; returns its history
@@ -270,13 +270,13 @@ def test_push_before_a_crash_counts(deterministic: bool, caplog: pytest.LogCaptu
         incarnation.trains(3)
         saved = incarnation.saves()
         threads.submit(incarnation.trains, 2)  # its boundary waits for the other one
-        until(lambda: bool(incarnation.hook._link and incarnation.hook._link.uploaded))
+        wait_for(lambda: bool(incarnation.hook._link and incarnation.hook._link.uploaded))
         incarnation.dies()
         again = script.starts(saved)
         again.hook.start()
         assert equal_states(again.model, torch.load(io.BytesIO(saved), weights_only=True)["model"])
         boundary = threads.submit(again.trains, 2)
-        until(lambda: bool(again.hook._link and again.hook._link.put_off))
+        wait_for(lambda: bool(again.hook._link and again.hook._link.put_off))
         other.trains(5)
         boundary.result(20)
         assert "already pushed" in caplog.text

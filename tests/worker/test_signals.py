@@ -18,10 +18,9 @@ from diloco_broker.core.rounds.streaming import StreamingRound
 from diloco_protocol.messages import Leave
 from diloco_worker import DiLoCoWorker
 from diloco_worker.transport.sigterm import EXIT_CODE, Termination
-from kit.process_kit import Processes, a_free_address
+from kit.process_kit import Processes, a_free_address, wait_for
 from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import ScriptedTraining
-from kit.uniform_model import until
 from kit.whole_run import an_mlp, make_config
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -88,10 +87,10 @@ def test_signal_ends_a_script_through_its_with_and_notifies_the_broker(
         worker.says("step 3" if at_a_boundary else "step 6")
         state = broker._loop.core.state
         if at_a_boundary:
-            until(lambda: any(m.figures.state == "pushing" for m in state.members))
+            wait_for(lambda: any(m.figures.state == "pushing" for m in state.members))
         worker.gets(number)
         assert worker.ends(SOON_S) == code
-        until(lambda: len(state.members) == 0 and state.totals.deaths == 0)
+        wait_for(lambda: len(state.members) == 0 and state.totals.deaths == 0)
         if at_a_boundary and number is signal.SIGTERM:
             assert isinstance(state.round, StreamingRound)
             counted = {c.worker_id for c in state.round.contributions.values() if c.is_whole}

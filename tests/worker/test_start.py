@@ -15,8 +15,7 @@ from torch import nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair, ports
-from kit.process_kit import LOCAL
-from kit.uniform_model import until
+from kit.process_kit import LOCAL, wait_for
 
 PATIENCE_S = 20.0
 
@@ -127,7 +126,7 @@ def test_start_that_fails_at_any_line_leaves_nothing_behind(
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, where
         assert threads() == others, where
         assert str(log) not in open_files(), where
-        until(lambda: members() == [])
+        wait_for(lambda: members() == [])
     else:
         raise AssertionError("a start has no end")
     assert place > 30, "no line failed"

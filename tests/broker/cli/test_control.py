@@ -19,8 +19,7 @@ from diloco_protocol.clients import Operator
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Control, Result
-from kit.process_kit import Processes, a_free_address
-from kit.uniform_model import until
+from kit.process_kit import Processes, a_free_address, wait_for
 from kit.whole_run import joined, make_config, mlp, run, trainees
 
 PATIENCE_S = 20.0
@@ -97,14 +96,14 @@ def test_every_action_is_in_the_log_of_actions_and_in_the_history(broker: Broker
         operator.ask("set", outer_lr=-1)  # refused: no action
         data = operator.ask("status").data
     assert any("ann@desk (unproven): workers 2 -> 3" in event["text"] for event in data["events"])
-    until(lambda: len(lines_of(broker, ACTIONS)) == 4)
+    wait_for(lambda: len(lines_of(broker, ACTIONS)) == 4)
     first = lines_of(broker, ACTIONS)[0]
     assert (first["who"], first["what"]) == ("ann@desk", "set outer_lr")
     assert (first["before"], first["after"]) == (0.7, 0.5)
     assert [line["what"] for line in lines_of(broker, ACTIONS)[1:]] == [
         "set workers", "pause", "resume",
     ]  # fmt: skip
-    until(
+    wait_for(
         lambda: sum("ann@desk" in line.get("text", "") for line in lines_of(broker, HISTORY)) == 4
     )
 
@@ -144,7 +143,7 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
         code, said = invoke(broker, "status", "--json")
         assert [row["id"] for row in json.loads(said)["workers"]] == ["w0"]
         assert invoke(broker, "shutdown", "--yes")[0] == 0
-        until(lambda: invoke(broker, "status", "--timeout", "0.2")[0] == 2)
+        wait_for(lambda: invoke(broker, "status", "--timeout", "0.2")[0] == 2)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.roles import Peer, Role
-from kit.process_kit import Processes
-from kit.uniform_model import until
+from kit.process_kit import Processes, wait_for
 
 pytest.importorskip("uvicorn", reason="the extra `dashboard` is not installed")
 
@@ -46,7 +45,7 @@ def test_page_is_there_and_ends_with_the_broker(processes: Processes, end: signa
     assert answers(address)
     broker.gets(end)
     broker.ends(20)
-    until(lambda: not answers(address))
+    wait_for(lambda: not answers(address))
 
 
 def test_dashboard_of_a_broker_with_keys_only_reads(processes: Processes, tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_dashboard_of_a_broker_with_keys_only_reads(processes: Processes, tmp_pa
     assert str(folder.path) in said
     address = broker.says("Dashboard: ").split()[-1]
     assert address.endswith("/"), "no token, since it cannot steer"
-    until(lambda: read(f"{address}api/state")["picture"] is not None)
+    wait_for(lambda: read(f"{address}api/state")["picture"] is not None)
     state, session = read(f"{address}api/state"), read(f"{address}api/session")
     assert state["picture"]["snapshot"]["security"] == "keys"
     assert "the key of the monitor dashboard" in session["reason"]
@@ -73,7 +72,7 @@ def test_page_of_a_broker_without_keys_shows_it_none(processes: Processes, tmp_p
     other = KeyFolder.make(tmp_path / "keys").for_dashboard()
     broker, _ = processes.serve("--dashboard", "0", "--no-save", DILOCO_KEYS=str(other))
     address = broker.says("Dashboard: ").split()[-1].partition("?")[0]
-    until(lambda: read(f"{address}api/state")["picture"] is not None)
+    wait_for(lambda: read(f"{address}api/state")["picture"] is not None)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from diloco_broker.shell.process_memory import rss_bytes
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_protocol.feed import TOPIC
 from diloco_tools.monitor.feed.listener import FeedSubscriber
+from kit.process_kit import wait_for
 from kit.raw_worker import RawWorker, one_tensor
-from kit.uniform_model import until
 from kit.whole_run import joined, make_config, mlp
 
 ELEMENTS = 5
@@ -144,13 +144,13 @@ def test_subscribers_that_never_read_do_not_slow_the_broker(
             stranger(stack, broker.feed_address)
         model = mlp()
         (client,) = stack.enter_context(joined(broker, model, 1))
-        until(lambda: sequence(broker) > 1000)
+        wait_for(lambda: sequence(broker) > 1000)
         before, said = rss_bytes(), sequence(broker)
         zeros = {name: value * 0 for name, value in model.state_dict().items()}
         for number in range(20):
             client.push(zeros)
             assert client.pull().version.counter == number + 1
-        until(lambda: sequence(broker) > said + 3000)
+        wait_for(lambda: sequence(broker) > said + 3000)
         assert rss_bytes() - before < GROWTH_BYTES
         with FeedSubscriber(broker.feed_address) as good:
             heard = [good.receive(10.0) for _ in range(3)]

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_broker.storage import history
 from diloco_broker.storage.history import ACTIONS, FORMER, HISTORY, HistoryWriter
-from kit.uniform_model import until
+from kit.process_kit import wait_for
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def test_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(200):
         writer.add({"kind": "event", "text": f"line {number}"})
         writer.act({"what": f"act {number}"})
-        until(lambda: not writer._lines)
+        wait_for(lambda: not writer._lines)
     writer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ACTIONS, HISTORY, FORMER])
     assert (tmp_path / FORMER).stat().st_size < 2200
@@ -62,11 +62,11 @@ def test_folder_that_cannot_be_written_is_counted_and_mended(tmp_path: Path) -> 
     (tmp_path / "run").write_text("a file, where the folder should be")
     writer = HistoryWriter(tmp_path / "run", "abc")
     writer.add({"kind": "event", "text": "lost"})
-    until(lambda: writer.lost == 1)
+    wait_for(lambda: writer.lost == 1)
     assert writer.error
     (tmp_path / "run").unlink()
     writer.add({"kind": "event", "text": "kept"})
-    until(lambda: writer.error is None)
+    wait_for(lambda: writer.error is None)
     writer.close()
     assert [line["text"] for line in read(tmp_path / "run" / HISTORY)] == ["kept"]
 
@@ -88,4 +88,4 @@ def test_hanging_disk_blocks_no_caller(tmp_path: Path, monkeypatch: pytest.Monke
     assert writer.lost >= 89, "lines that cannot be queued are counted, not kept"
     writer.close()  # for a bounded time
     hangs.set()
-    until(lambda: len(read(tmp_path / HISTORY)) == 100 - writer.lost)
+    wait_for(lambda: len(read(tmp_path / HISTORY)) == 100 - writer.lost)

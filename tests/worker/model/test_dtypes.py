@@ -13,10 +13,10 @@ from torch.optim import SGD
 from diloco_broker import Broker
 from diloco_protocol.messages import Push
 from diloco_worker.model.flat_state import FlatState
+from kit.process_kit import wait_for
 from kit.reference import Trainee
 from kit.scripted_broker import ScriptedBroker, changed, run_config, version
 from kit.scripted_training import ScriptedTraining
-from kit.uniform_model import until
 from kit.whole_run import make_config, run
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -86,12 +86,12 @@ def test_dropped_push_leaves_no_rounding_behind(
     begins(training, dtype, fragment_sync_delay=2)
     training.steps(4)
     training.refuses(broker.hears(Push), code)
-    until(lambda: bool(training.link.rejections))
+    wait_for(lambda: bool(training.link.rejections))
     training.steps(1)
     if code == "late":
         broker.hears_pull()
         broker.serves(odd(training.filled(0), 10), version(1))
-        until(lambda: bool(training.link.arrivals))
+        wait_for(lambda: bool(training.link.arrivals))
     training.trains(3)
     assert training.takes()[1] == 0
     training.done()

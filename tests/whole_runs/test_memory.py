@@ -349,8 +349,9 @@ class Peak:
 def storages() -> dict[int, int]:
     """Bytes by address, of all tensors on the host that anything refers to."""
     found: dict[int, int] = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and type(each) in (Tensor, nn.Parameter):
+    # Not `gc.get_objects()`: while its list is alive, other threads cannot build tuples from generators.
+    for each in gc.get_referrers(Tensor, nn.Parameter):
+        if type(each) in (Tensor, nn.Parameter):
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)

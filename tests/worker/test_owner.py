@@ -1,6 +1,7 @@
 """Finds the model that an optimizer trains, without the script's help."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -38,6 +39,29 @@ def test_model_is_found_among_living_modules_by_any_part() -> None:
     assert owner_of(sgd(averaged), living) is averaged
     assert len(others) == 2
     assert owner_of(sgd(model[2]), living) is model
+
+
+def test_search_does_not_disturb_a_thread_that_builds_a_tuple() -> None:
+    """CPython refuses to resize a tuple that a list of all objects refers to."""
+    begun, ended = threading.Event(), threading.Event()
+    errors: list[SystemError] = []
+
+    def build_tuples() -> None:
+        while not ended.is_set():
+            try:
+                tuple(number for number in range(300))
+            except SystemError as error:
+                errors.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=build_tuples)
+    thread.start()
+    assert begun.wait(20)
+    for _ in range(5):
+        living_modules()
+    ended.set()
+    thread.join()
+    assert not errors
 
 
 def test_model_in_two_wrappers_is_their_common_part() -> None:

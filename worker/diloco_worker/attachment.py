@@ -94,7 +94,7 @@ class Attachment:
         self.has_seen_an_optimizer |= os.getpid() == self._pid
 
     def _is_without_a_worker(self) -> bool:
-        if any(issubclass(type(found), DiLoCoWorker) for found in gc.get_objects()):
+        if _living(DiLoCoWorker):
             say("The script has its own DiLoCoWorker; --auto does nothing.")
             self.is_settled = self._is_left_alone = True
         return not self._is_left_alone
@@ -253,9 +253,18 @@ def living_optimizers() -> list[Optimizer]:
 
 
 def _living(kind: type[T]) -> list[T]:
+    """All objects of this class and of those derived from it.
+
+    An object refers to its class, so the classes lead to it. `gc.get_objects()` would refer to every
+    object for a while, and CPython raises a SystemError in another thread that is just building a tuple
+    from a generator: it only resizes a tuple that has one reference.
+    """
     gc.collect()
+    kinds: list[type] = [kind]
+    for each in kinds:
+        kinds += [derived for derived in type.__subclasses__(each) if derived not in kinds]
     # By type: `isinstance` calls into the object, and lazy ones import their module.
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+    return [found for found in gc.get_referrers(*kinds) if issubclass(type(found), kind)]
 
 
 def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module], *others: Optimizer) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The rounding error of a quantized delta, for each outcome of its push.
+"""The rounding error of a quantized delta that is offered again, resumed, or followed by another codec.
 
 The worker trains against a scripted broker; each step lowers every parameter by 1. The expected value
 of each chunk is computed by codecs in plain Python, in fp32.

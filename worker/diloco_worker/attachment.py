@@ -262,7 +262,8 @@ def _living(kind: type[T]) -> list[T]:
     gc.collect()
     kinds: list[type] = [kind]
     for each in kinds:
-        kinds += [derived for derived in type.__subclasses__(each) if derived not in kinds]
+        derived: list[type] = type.__subclasses__(each)
+        kinds += [other for other in derived if other not in kinds]
     # By type: `isinstance` calls into the object, and lazy ones import their module.
     return [found for found in gc.get_referrers(*kinds) if issubclass(type(found), kind)]
 

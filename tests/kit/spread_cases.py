@@ -77,13 +77,15 @@ def replicas_on_cuda_do_what_a_plain_worker_does(ranks: Ranks) -> None:
 
 @case(1, 2)
 def replicas_on_another_device_do_what_a_plain_worker_does(ranks: Ranks) -> None:
-    """What is a process's own is encoded and merged where it is."""
+    """What is a process's own is encoded and merged where it is.
+
+    Larger chunks than elsewhere: each operation on this device takes a fraction of a millisecond.
+    """
     with OtherDevice():
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, chunk_elements in ((torch.float32, 20), (torch.bfloat16, 1 << 19)):
             both = Both(ranks, seeded(Layers).to(dtype), seeded(Layers).to(dtype).to(THERE))
-            for chunk_elements in (7, 1 << 19):
-                both.cut(chunk_elements)
-                both.assert_same_rounds(("fp32", "bf16", "int8"))
+            both.cut(chunk_elements)
+            both.assert_same_rounds(("fp32", "bf16", "int8"))
 
 
 @case()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import signal
 import statistics
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -355,18 +354,12 @@ class Peak:
 
 def storages() -> dict[int, int]:
     """Bytes by address, of all tensors on the host that anything refers to."""
-    # As long as something refers to all objects, a tuple that another thread builds cannot be resized
-    # (SystemError), so no other thread runs meanwhile.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)
-    try:
-        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    finally:
-        sys.setswitchinterval(interval)
     found: dict[int, int] = {}
-    for each in tensors:
-        storage = each.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+    # Not `gc.get_objects()`: while its list is alive, other threads cannot build tuples from generators.
+    for each in gc.get_referrers(Tensor, nn.Parameter):
+        if type(each) in (Tensor, nn.Parameter):
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found
 

@@ -90,18 +90,6 @@ class FromNumpy(Sampler[int]):
         yield from self.generator.permutation(64).tolist()
 
 
-class ReadOnly(Sampler[int]):
-    def __init__(self) -> None:
-        self._made = torch.Generator().manual_seed(42)
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self._made
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(64, generator=self.generator).tolist()
-
-
 def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
     """The data that a worker with the last of these shares reads; None: without a run."""
     made: DataLoader[int] = DataLoader(NUMBERS, 8, sampler=sampler)  # type: ignore[arg-type]
@@ -110,7 +98,7 @@ def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
     return [int(each) for batch in made for each in batch]
 
 
-@pytest.mark.parametrize("kind", [FromNumpy, ReadOnly, Frozen])
+@pytest.mark.parametrize("kind", [FromNumpy, Frozen])
 def test_odd_sampler_is_left_alone(
     kind: type[Sampler[int]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -106,12 +106,6 @@ def test_leaving_without_a_step_or_without_a_round_is_logged(
     assert words in said
 
 
-def test_error_in_the_body_leaves_at_once(training: ScriptedTraining) -> None:
-    worker = training.begins(timeout=60.0)
-    worker.__exit__(KeyError, KeyError("mine"), None)
-    assert "error" in training.broker.hears(Leave, patience=5).reason
-
-
 def test_close_never_hangs_without_a_broker(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.broker.close()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol.messages import Push
+from diloco_worker.transport.inbox import Inbox
 from kit.scripted_broker import version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -51,13 +52,12 @@ def begins(
     training: ScriptedTraining,
     config: dict[str, Any],
     *,
-    timeout: float = 600.0,
     nth: int | None = None,
     error: type[BaseException] = MemoryError,
 ) -> Breaks:
     """Join; merges of this worker may be interrupted."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    training.begins(model, config=config, timeout=timeout)
+    training.begins(model, config=config)
     training.around = breaks = Breaks(model, nth, error)
     return breaks
 
@@ -91,6 +91,16 @@ def counted_after(steps: int) -> Callable[[ScriptedTraining], int]:
         return steps
 
     return counted
+
+
+def counted_after_giving_up(training: ScriptedTraining) -> int:
+    """The boundary goes on, as if the broker had been silent for longer than the timeout."""
+    state = Inbox.state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Inbox, "state", lambda inbox, _, **known: state(inbox, 601.0, **known))
+        training.steps(H + 2)
+    training.brings(1000, 1, training.takes()[0])
+    return H + 2
 
 
 def refused_in_the_air(training: ScriptedTraining) -> int:
@@ -141,7 +151,6 @@ class Plot:
     last: float
     config: dict[str, Any] = field(default_factory=dict)
     copies: int = 0
-    timeout: float = 600.0
 
 
 ALPHA, HALF, ALL = ({"fragment_update_alpha": alpha} for alpha in (0.25, 0.5, 1.0))
@@ -152,6 +161,7 @@ SLOW = SOON | {"fragment_max_delay": 4}
 N = TENSORS
 in_the_air = counted_after(H)
 late = counted_after(H + 2)
+given_up = counted_after_giving_up
 PLOTS = {
     "plain": Plot(counted_at_the_boundary, 996, 4, 497, copies=N),
     # 0.5 * 96 + 0.5 * 1000, and four steps
@@ -165,11 +175,11 @@ PLOTS = {
     "slow alpha": Plot(late, 0.5 * 93 + 500 - 1, 454.5, 520.25, SLOW | HALF),
     "slow rebase": Plot(late, 1000 - 3 - 1, 4, 497, SLOW | REBASE),
     # given up at 96, or at 95 where the delay is 1; counted when the model is at 93
-    "given up": Plot(late, 1000 - 3 - 1, 4, 497, {}, N, 0.2),
-    "given up alpha": Plot(late, 0.5 * 95 + 500 - 2 - 1, 455.5, 519.75, SOON | HALF, N, 0.2),
-    "given up alpha 1": Plot(late, 92, 908, 89, SOON | ALL, timeout=0.2),
-    "given up rebase": Plot(late, 996, 4, 497, REBASE, N, 0.2),
-    "given up rebase later": Plot(late, 996, 4, 497, SOON | REBASE, timeout=0.2),
+    "given up": Plot(given_up, 1000 - 3 - 1, 4, 497, {}, N),
+    "given up alpha": Plot(given_up, 0.5 * 95 + 500 - 2 - 1, 455.5, 519.75, SOON | HALF, N),
+    "given up alpha 1": Plot(given_up, 92, 908, 89, SOON | ALL),
+    "given up rebase": Plot(given_up, 996, 4, 497, REBASE, N),
+    "given up rebase later": Plot(given_up, 996, 4, 497, SOON | REBASE),
     "refused": Plot(refused_at_the_boundary, 96, 4, 497, {}, N),
     "refused later": Plot(refused_in_the_air, 96, 4, 499, LATER, N),
     "refused rebase": Plot(refused_in_the_air, 96, 4, 497, LATER | REBASE, N),
@@ -193,7 +203,7 @@ def test_interrupted_merge_is_resumed_and_counts_once(
     training: ScriptedTraining, name: str, nth: int | None, error: type[BaseException]
 ) -> None:
     plot = PLOTS[name]
-    breaks = begins(training, plot.config, timeout=plot.timeout, nth=nth, error=error)
+    breaks = begins(training, plot.config, nth=nth, error=error)
     made = plot.opens(training)
     training.trains(H - made if made < H else 2 * H - made)
     push, delta = training.takes()

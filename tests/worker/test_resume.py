@@ -199,9 +199,7 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 @pytest.mark.parametrize(
     ("workers", "options", "saved_and_died"),
     [
-        (1, WHOLE, EARLY_OR_LATE),
         (1, WHOLE | ADAMW | {"make_model": with_norm}, EARLY_OR_LATE),
-        (2, WHOLE | PAIR | ADAMW | IN_ORDER, [(8, 9)]),
         # Without a fixed order; two addends commute.
         (2, WHOLE | PAIR | ADAMW, [(8, 9)]),
         # A push is in flight at the checkpoint; the first incarnation merges it, and dies later.

@@ -94,7 +94,7 @@ class Attachment:
         self.has_seen_an_optimizer |= os.getpid() == self._pid
 
     def _is_without_a_worker(self) -> bool:
-        if _objects_of(DiLoCoWorker):
+        if _living(DiLoCoWorker):
             say("The script has its own DiLoCoWorker; --auto does nothing.")
             self.is_settled = self._is_left_alone = True
         return not self._is_left_alone
@@ -244,26 +244,28 @@ def _is_inside(outer: list[Optimizer], optimizer: Optimizer) -> bool:
 
 def living_modules() -> list[nn.Module]:
     """All modules that are alive in this process."""
-    gc.collect()
-    return _objects_of(nn.Module)
+    return _living(nn.Module)
 
 
 def living_optimizers() -> list[Optimizer]:
     """All optimizers that are alive in this process, without wrappers of others."""
+    return [found for found in _living(Optimizer) if HOOKS in vars(found)]
+
+
+def _living(kind: type[T]) -> list[T]:
+    """All objects of this class and of those derived from it.
+
+    An object refers to its class, so the classes lead to it. `gc.get_objects()` would refer to every
+    object for a while, and CPython raises a SystemError in another thread that is just building a tuple
+    from a generator: it only resizes a tuple that has one reference.
+    """
     gc.collect()
-    return [found for found in _objects_of(Optimizer) if HOOKS in vars(found)]
-
-
-def _objects_of(kind: type[T]) -> list[T]:
-    # The list also refers to tuples that other threads are building. CPython resizes such a tuple only
-    # while nothing else refers to it (SystemError), so no other thread may run until the list is gone.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)
-    try:
-        # By type: `isinstance` calls into the object, and lazy ones import their module.
-        return [found for found in gc.get_objects() if issubclass(type(found), kind)]
-    finally:
-        sys.setswitchinterval(interval)
+    kinds: list[type] = [kind]
+    for each in kinds:
+        derived: list[type] = type.__subclasses__(each)
+        kinds += [other for other in derived if other not in kinds]
+    # By type: `isinstance` calls into the object, and lazy ones import their module.
+    return [found for found in gc.get_referrers(*kinds) if issubclass(type(found), kind)]
 
 
 def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module], *others: Optimizer) -> nn.Module:

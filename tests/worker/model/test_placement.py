@@ -5,6 +5,7 @@ Uses a simulated second device (`kit.other_device`); `gpu/test_cuda` uses a real
 
 import copy
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -108,14 +109,17 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
     return found
 
 
+# Each wire dtype with one of these.
+KINDS = [(torch.float32, HOST), (torch.bfloat16, THERE), (torch.float64, HOST)]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "base_on"),
-    [(torch.float32, HOST), (torch.bfloat16, THERE), (torch.float64, HOST)],
+    ("wire", "dtype", "base_on"),
+    [(wire, *kind) for wire, kind in zip(WIRE_DTYPES, cycle(KINDS), strict=False)],
     ids=str,
 )
-@pytest.mark.parametrize("wire", WIRE_DTYPES)
 def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
-    dtype: torch.dtype, wire: str, base_on: torch.device, other_device: OtherDevice
+    wire: str, dtype: torch.dtype, base_on: torch.device, other_device: OtherDevice
 ) -> None:
     wanted = deltas(wire, odd_model(dtype), HOST)
     got = deltas(wire, odd_model(dtype).to(THERE), base_on)

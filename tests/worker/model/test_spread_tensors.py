@@ -14,6 +14,7 @@ from kit.process_kit import Processes
 from kit.spread_cases import main
 
 BOUND_S = 110  # for all cases of one number of processes
+NIGHTLY = pytest.mark.nightly
 
 
 def outcomes(
@@ -27,7 +28,7 @@ def outcomes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [2, 3, *(pytest.param(each, marks=NIGHTLY) for each in (1, 4))])
 def test_several_processes_match_one(processes: Processes, count: int, tmp_path: Path) -> None:
     told = outcomes(processes, count, tmp_path)
     failed = [

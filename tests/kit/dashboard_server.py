@@ -64,13 +64,10 @@ class Publisher(feed_snapshots.Publisher):
 
     _has_subscriber = False
 
-    def await_subscriber(self) -> None:
-        if not self._has_subscriber:
-            super().await_subscriber()
-            self._has_subscriber = True
-
     def says(self, **keys: Any) -> None:
-        self.await_subscriber()
+        if not self._has_subscriber:
+            self.await_subscriber()
+            self._has_subscriber = True
         self.send(frame(a_status(**keys)))
 
 

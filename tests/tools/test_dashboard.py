@@ -389,7 +389,7 @@ class TestPolling:
             publisher.await_subscriber()
             publisher.send(payload)
             assert said in wait_for(lambda: site.get("/api/state").json["problem"])
-            publisher.says()
+            publisher.send(frame(a_status()))
             assert site.await_state(sequence=7)["problem"] is None, "it is not the end"
 
 

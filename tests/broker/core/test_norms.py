@@ -74,7 +74,8 @@ def test_round_goes_on_without_a_push_that_is_too_large_and_only_its_sender_is_t
     assert "10.1" in c.error().text
     assert stage.counted() == [{("a", 0): 1, ("b", 1): 1}] * CHUNKS
     assert not puppets[0].last(Error) and not puppets[1].last(Error)
-    assert stage.shown()["totals"]["refused"] == {"too_large": 1}
+    totals = stage.shown()["totals"]
+    assert (totals["pushes"], totals["refused"]) == (3, {"too_large": 1})
     assert stage.row("c")["rejected"] == 1
     assert stage.row("c")["delta_norm"] == pytest.approx(10.1)
     of_norm(c, 12, 5)  # it takes part again

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -100,11 +100,12 @@ def test_encoders_of_a_sum_make_the_same_bytes(wire: str, values: Tensor, other:
 def test_held_versions_follow_alike(wire: str, values: Tensor, held: Tensor) -> None:
     count = min(values.numel(), held.numel())
     values, held = values[:count].clone(), held[:count].clone()
-    out, wanted = torch.empty(count), torch.empty(count)
-    with by_kernels():
-        ours = follow(wire, values, held, out)
-    with by_torch():
-        theirs = follow(wire, values, held, wanted)
+
+    def followed() -> tuple[tuple[Any, int] | None, Tensor]:
+        out = torch.empty(count)
+        return follow(wire, values, held, out), out
+
+    (ours, out), (theirs, wanted) = both(followed)
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
         assert bytes(ours[0]) == bytes(theirs[0])
@@ -162,12 +163,12 @@ def test_codes_are_added_alike(
     values, start = values[:count].clone(), start[:count].clone()
     with by_torch():
         payload = bytes(BLOCKS[wire].encode(values).payload)
-    out, wanted = torch.empty(count), torch.empty(count)
 
-    with by_kernels():
-        found = add_code(wire, shifted(payload, by), start, out, other=values, sign=sign)
-    with by_torch():
-        theirs = add_code(wire, shifted(payload, by), start, wanted, other=values, sign=sign)
+    def added() -> tuple[int | None, Tensor]:
+        out = torch.empty(count)
+        return add_code(wire, shifted(payload, by), start, out, other=values, sign=sign), out
+
+    (found, out), (theirs, wanted) = both(added)
     assert found == theirs
     assert same(out, wanted)
     if found is not None:

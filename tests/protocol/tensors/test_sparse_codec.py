@@ -111,12 +111,6 @@ def test_chunk_has_the_bytes_and_the_values_of_plain_python(
     assert not [each for each in found.tolist() if each == 0 and math.copysign(1, each) < 0]
 
 
-@pytest.mark.parametrize(("wire", "bits"), [("sparse", 0.23), ("sparse:128", 0.45)])
-def test_bits_of_a_parameter_are_few(wire: str, bits: float) -> None:
-    elements = 1 << 19  # a chunk
-    assert 8 * len(sent(normal(elements), wire)) / elements <= bits
-
-
 def test_indices_that_do_not_ascend_are_refused() -> None:
     payload = sent(normal(BLOCK))
     indices = [int.from_bytes(payload[:96], "little") >> 12 * i & 4095 for i in range(64)]

@@ -5,59 +5,23 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco_broker import BrokerConfig
 from diloco_broker.core.members.admission import MAX_EXTRA_LENGTH
 from diloco_broker.core.members.members import MAX_HOST_LENGTH
+from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import LONGEST_UNAUTHENTICATED, MAX_BUFFER_BYTES, pack, unpack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     KINDS,
-    Ack,
-    Attach,
-    Attached,
     Chunk,
-    Collect,
-    Combined,
-    Commit,
     Control,
-    Credit,
-    Describe,
-    Error,
-    Forget,
-    Gone,
-    Grant,
-    Heartbeat,
-    Held,
-    Join,
-    Lane,
-    Lease,
-    Leave,
-    Lot,
     Message,
-    Notice,
-    Part,
-    Probe,
-    Progress,
-    Promise,
-    Pull,
     Purpose,
-    Push,
-    Rejoin,
-    Released,
-    Result,
     RunConfig,
-    Standing,
-    Take,
-    Via,
-    Vote,
-    Welcome,
     decode,
     encode,
-    in_a_header,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
 
@@ -70,41 +34,45 @@ MANIFEST = Manifest(
     )
 )
 EVERY_KIND: list[Message] = [
-    Join(
+    messages.Join(
         "a", MANIFEST, "0" * 16, b"s" * 16, (VERSION, None), {"sync_every": 5}, "host", 7, {"x": 1}
     ),
-    Describe(b"piece"),
-    Probe(7, 49152),
-    Vote(b"s" * 16, 2**64 - 1, 7),
-    Promise("sb", 7, 8, "hold", 1),
-    Lease(7, 1, 8, 3.0, (1, 2**64 - 1), {"grace": 1.5, "quorum": None}, 12, True),
-    Lane(b"s" * 16, 1, (b"\x02", b""), 8),
-    Leave(b"s", "done"),
-    Heartbeat(b"s", 10, 3, "waiting", 4.5, 2.25, 100),
-    Push(b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 4, 1.5, 0.1, Purpose.SEEDING, LEDGER),
+    messages.Describe(b"piece"),
+    messages.Probe(7, 49152),
+    messages.Vote(b"s" * 16, 2**64 - 1, 7),
+    messages.Promise("sb", 7, 8, "hold", 1),
+    messages.Lease(7, 1, 8, 3.0, (1, 2**64 - 1), {"grace": 1.5, "quorum": None}, 12, True),
+    messages.Lane(b"s" * 16, 1, (b"\x02", b""), 8),
+    messages.Leave(b"s", "done"),
+    messages.Heartbeat(b"s", 10, 3, "waiting", 4.5, 2.25, 100),
+    messages.Push(
+        b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 4, 1.5, 0.1, Purpose.SEEDING, LEDGER
+    ),
     Chunk(0, 5, session=b"s", push_id=4),
-    Commit(b"s", 4, 0),
-    Pull(0, 6, b"s", 8, VERSION, b"\x01"),
-    Credit(3, b"s"),
-    Attach("north", 7, b"t" * 8),
-    Attached(b"t" * 8, True, "bf16", 1000, ((10, 0, 2), (0, 4, 0)), "tcp://127.0.0.1:2"),
-    Via(b"\0who", "w0", Held(2**64 - 1, 4096, 1.5, 2**64 - 1)),
-    Gone(b"\0who"),
-    Collect(3, 1, 2, (Part(4, 0.5), Part(2**64 - 1, 1.5))),
-    Combined(3, 1, 2, (4, 5), "int4z"),
-    Forget((9, 12)),
-    Take(b"s", 4, "text", 100, 2, 7, 8, (0, 5, 9, 10), (Lot((1, 2), {"text": (0, 3)}),)),
-    Welcome(
+    messages.Commit(b"s", 4, 0),
+    messages.Pull(0, 6, b"s", 8, VERSION, b"\x01"),
+    messages.Credit(3, b"s"),
+    messages.Attach("north", 7, b"t" * 8),
+    messages.Attached(b"t" * 8, True, "bf16", 1000, ((10, 0, 2), (0, 4, 0)), "tcp://127.0.0.1:2"),
+    messages.Via(b"\0who", "w0", messages.Held(2**64 - 1, 4096, 1.5, 2**64 - 1)),
+    messages.Gone(b"\0who"),
+    messages.Collect(3, 1, 2, (messages.Part(4, 0.5), messages.Part(2**64 - 1, 1.5))),
+    messages.Combined(3, 1, 2, (4, 5), "int4z"),
+    messages.Forget((9, 12)),
+    messages.Take(
+        b"s", 4, "text", 100, 2, 7, 8, (0, 5, 9, 10), (messages.Lot((1, 2), {"text": (0, 3)}),)
+    ),
+    messages.Welcome(
         b"s", "e", RunConfig("sync", 20), 4, "0" * 16, (None, VERSION), "tcp://127.0.0.1:1", (0, 1)
     ),
-    Grant(4, 0, Standing.RESUME, b"\x01", 8, "text", 12),
-    Ack(4, 0, (1, 2)),
-    Released(0, VERSION, LEDGER, 6, 2, 3, Progress(7, 700, 9000), 2.5),
-    Notice("alive", "text", 0, 5, 250),
-    Rejoin("e", "text"),
-    Error("bad_push", "text", True, 4, "push"),
+    messages.Grant(4, 0, messages.Standing.RESUME, b"\x01", 8, "text", 12),
+    messages.Ack(4, 0, (1, 2)),
+    messages.Released(0, VERSION, LEDGER, 6, 2, 3, messages.Progress(7, 700, 9000), 2.5),
+    messages.Notice("alive", "text", 0, 5, 250),
+    messages.Rejoin("e", "text"),
+    messages.Error("bad_push", "text", True, 4, "push"),
     Control("status", 1, {"deep": {"a": [1, 2.5, None, True]}}),
-    Result(1, True, "text", {"n": 1}),
+    messages.Result(1, True, "text", {"n": 1}),
 ]
 
 
@@ -114,7 +82,7 @@ def test_every_kind_is_in_the_list() -> None:
 
 @pytest.mark.parametrize("message", EVERY_KIND, ids=lambda m: m.kind)
 def test_message_survives_the_wire(message: Message) -> None:
-    payload = b"\x00" * 8 if isinstance(message, Chunk | Combined) else None
+    payload = b"\x00" * 8 if isinstance(message, Chunk | messages.Combined) else None
     received, buffer = unpack(pack(message, payload))
     if isinstance(message, Control):  # arrays come back as tuples
         message = Control("status", 1, {"deep": {"a": (1, 2.5, None, True)}})
@@ -144,7 +112,7 @@ def test_header_that_cannot_be_read_is_refused(header: bytes, words: str) -> Non
     assert (caught.value.code is Code.PROTOCOL_VERSION) == ("version" in words)
 
 
-HEARTBEAT, RELEASED = Heartbeat(b"s", 1), Released(0, VERSION, LEDGER)
+HEARTBEAT, RELEASED = messages.Heartbeat(b"s", 1), messages.Released(0, VERSION, LEDGER)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +139,6 @@ def test_field_of_wrong_type_is_refused_by_name(
         decode(msgpack.packb(plain))
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_refused_with_a_sentence(garbage: bytes) -> None:
-    with pytest.raises(ProtocolError, match=r"\.$"):
-        decode(garbage)
-
-
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
@@ -184,7 +146,7 @@ def test_garbage_is_refused_with_a_sentence(garbage: bytes) -> None:
         ([encode(Chunk(0, 1)), b"x", b"y"], "got 3 frames"),
         ([encode(Chunk(0, 1))], "empty buffer"),
         ([encode(Chunk(0, 1)), b""], "empty buffer"),
-        ([encode(Credit(1)), b"x"], "credit message must not have a buffer"),
+        ([encode(messages.Credit(1)), b"x"], "credit message must not have a buffer"),
         ([encode(Chunk(0, 1)), bytes(MAX_BUFFER_BYTES + 1)], "the limit is"),
         ([bytes((8 << 20) + 1)], "header has"),
     ],
@@ -212,7 +174,7 @@ def test_longest_join_of_a_returning_worker_fits_into_a_header() -> None:
     entries = [
         TensorEntry(f"layers.{n}.weight", (4096,), "float32", Kind.TRAINABLE) for n in range(2000)
     ]
-    join = Join(
+    join = messages.Join(
         "w" * 64,
         Manifest(tuple(entries)),
         run="f" * 16,
@@ -222,4 +184,4 @@ def test_longest_join_of_a_returning_worker_fits_into_a_header() -> None:
         host="h" * MAX_HOST_LENGTH,
         extra={"note": "\U0001f600" * (MAX_EXTRA_LENGTH - 20)},
     )
-    assert len(encode(in_a_header(join))) <= LONGEST_UNAUTHENTICATED
+    assert len(encode(messages.in_a_header(join))) <= LONGEST_UNAUTHENTICATED

@@ -14,8 +14,7 @@ from diloco_protocol.clients import Operator
 from diloco_protocol.fragments import OwnSplit
 from diloco_worker import DiLoCoClient
 from kit.manifests import gpt2, model, tensor
-from kit.reference import Plan, streaming
-from kit.whole_run import LAYERS, PATIENCE_S, assert_same, make_config, mlp, run, trainees
+from kit.whole_run import LAYERS, PATIENCE_S, make_config, mlp
 
 # A split of `mlp` that no pattern gives: the layer in the middle by itself.
 OWN = {"[04].*": 0, "2.weight": 1, "2.bias": 1}
@@ -107,14 +106,6 @@ def test_unsuitable_split_function_is_refused_with_one_sentence(choose: Any, wor
     with pytest.raises(UsageError) as caught:
         FragmentPlan.by(manifest, 2, choose)
     assert words in str(caught.value)
-
-
-def test_run_with_an_own_split_equals_the_loop_bit_for_bit(tmp_path: Path) -> None:
-    merge = {"deterministic": True, "fragment_sync_delay": 1}
-    config = make_config(**STREAMING, **merge, fragment_plan=a_file(tmp_path))
-    with Broker(config) as broker:
-        got = run(broker, trainees(2), 20)
-    assert_same(got, streaming(trainees(2), 20, Plan(6, FRAGMENTS, delay=1)), exact=True)
 
 
 @pytest.mark.parametrize(

@@ -156,42 +156,30 @@ def test_defaults_follow_the_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "delay"),
+    ("options", "delay", "longest"),
     [
-        ({}, 0),
-        ({"num_fragments": 4}, "auto"),
-        ({"num_fragments": 4, "mode": "async"}, "auto"),
-        ({"num_fragments": 4, "deterministic": True}, 0),
-        ({"num_fragments": 4, "fragment_sync_delay": 0}, 0),
-        ({"num_fragments": 4, "fragment_sync_delay": 3}, 3),
-        ({"fragment_sync_delay": "auto"}, "auto"),
+        ({}, 0, 0),
+        ({"num_fragments": 4}, "auto", 10),
+        ({"num_fragments": 4, "fragment_max_delay": 25}, "auto", 25),
+        ({"num_fragments": 40}, "auto", 1),
+        ({"num_fragments": 4, "mode": "async"}, "auto", 10),
+        ({"num_fragments": 4, "deterministic": True}, 0, 0),
+        ({"num_fragments": 4, "fragment_sync_delay": 0}, 0, 0),
+        ({"num_fragments": 4, "fragment_sync_delay": 3}, 3, 3),
+        ({"fragment_sync_delay": "auto"}, "auto", 20),
     ],
     ids=str,
 )
-def test_fragments_overlap_by_default(options: dict[str, Any], delay: int | str) -> None:
+def test_fragments_overlap_by_default_until_the_next_slot(
+    options: dict[str, Any], delay: int | str, longest: int
+) -> None:
     config = BrokerConfig(sync_every=40, **options)
-    assert config.fragment_sync_delay == delay
+    assert (config.fragment_sync_delay, config.longest_delay) == (delay, longest)
     told = config.run_config
     assert (told.fragment_sync_delay, told.fragment_delay_auto) == (
         (0, True) if delay == "auto" else (delay, False)
     )
     assert config.fewest_steps == config.num_fragments * (told.fragment_sync_delay + 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "longest"),
-    [
-        ({"num_fragments": 4}, 10),
-        ({"num_fragments": 4, "fragment_max_delay": 25}, 25),
-        ({"num_fragments": 40}, 1),
-        ({"fragment_sync_delay": "auto"}, 20),
-        ({"num_fragments": 4, "fragment_sync_delay": 3}, 3),
-        ({}, 0),
-    ],
-    ids=str,
-)
-def test_longest_delay_ends_at_the_next_slot(options: dict[str, Any], longest: int) -> None:
-    assert BrokerConfig(sync_every=40, **options).longest_delay == longest
 
 
 @pytest.mark.parametrize(

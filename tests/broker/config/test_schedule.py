@@ -62,12 +62,6 @@ def test_run_that_asks_for_no_more_than_the_start_has_its_momentum_at_once(mu: f
     assert [schedule.momentum(mu, count) for count in range(12)] == [mu] * 12
 
 
-def test_constant_schedule_changes_no_bit() -> None:
-    schedule = OuterSchedule()
-    assert {schedule.factor(count) for count in (0, 1, 10**9)} == {1.0}
-    assert {schedule.momentum(0.1, count) for count in (0, 1, 10**9)} == {0.1}
-
-
 def test_third_number_is_a_tenth_and_zero_where_it_is_left_out() -> None:
     left_out = OuterSchedule(Schedule.parse("cosine:4"), Schedule.parse("linear:4"))
     given_out = OuterSchedule(Schedule.parse("cosine:4:0.1"), Schedule.parse("linear:4:0"))

@@ -135,19 +135,6 @@ def test_reader_that_does_not_read_is_cut_off(on: Watching) -> None:
     assert "10 s" in why
 
 
-def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
-    on.named()
-    on.looks()
-    on.named().sent += limits.UNAUTHENTICATED_MAY_LEAVE
-    on.wire.unsent = 4000
-    for _ in range(1000):
-        on.wire.delivered += 1
-        assert on.looks() == []
-    on.named().sent += 2000
-    (why,) = on.looks()
-    assert "8 MiB" in why
-
-
 CHUNK = 2 << 20
 
 
@@ -268,15 +255,6 @@ def test_descriptors_of_unauthenticated_peers_are_polled() -> None:
     assert polled == set()
     watch.look(set(), 2.0)
     assert polled == {7}, "it has left the run"
-
-
-def test_subscriber_of_the_feed_that_does_not_read_is_ended_after_a_while() -> None:
-    watch, wire = ConnectionWatch(limits.READERS_MAY_OWE), Wire(unsent=1)
-    watch.opened(7, wire)
-    assert watch.look((), 1.0) == watch.look((), 1.0 + limits.READS_WITHIN_S) == []
-    wire.delivered += 1  # slow, but it reads
-    assert watch.look((), 2.0 + limits.READS_WITHIN_S) == []
-    assert len(watch.look((), 3.0 + 2 * limits.READS_WITHIN_S)) == 1
 
 
 @dataclass

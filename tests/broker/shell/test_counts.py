@@ -85,12 +85,14 @@ def test_bytes_of_a_round_are_those_of_the_parameters_in_wire_dtype(traffic: Tra
         assert row["bytes_down"] == (ROUNDS + 1) * 4 * PARAMETERS
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "sparse"])
-def test_bytes_of_a_round_quantized_are_scales_and_codes(codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "block", "reply", "down"), [("int8", 258, "int8", 258), ("sparse", 116, "int4", 130)]
+)
+def test_bytes_of_a_round_quantized_are_scales_and_codes(
+    codec: str, block: int, reply: str, down: int
+) -> None:
     """Up each block (of 256 elements, or 4096); down the same, but for chunks that are shorter whole."""
-    elements, block = 64, {"int8": 258, "int4": 130, "sparse": 116}[codec]
-    reply = "int4" if codec == "sparse" else codec
-    down = {"int8": 258, "int4": 130}[reply]
+    elements = 64
     counted = Traffic(wire_dtype=codec, reply_dtype=reply, chunk=elements)
     whole = [4 * elements, 4 * (PARAMETERS - elements)]
     for row in counted.rows.values():

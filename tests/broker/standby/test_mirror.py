@@ -22,13 +22,12 @@ from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Error, Message, Result
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.process_kit import Processes, save_for_ever, wait_for
+from kit.process_kit import LOCAL, Processes, save_for_ever, wait_for
 
 
 def options(folder: Path, **given: Any) -> BrokerConfig:
-    anywhere = "tcp://127.0.0.1:*"
     usual: dict[str, Any] = {"num_fragments": 2, "sync_every": 4, "chunk_elements": 4}
-    return BrokerConfig(bind=anywhere, feed=anywhere, save_dir=str(folder), **usual | given)
+    return BrokerConfig(**LOCAL | {"save_dir": str(folder)} | usual | given)
 
 
 @pytest.fixture
@@ -143,8 +142,7 @@ def test_copies_are_sound_while_the_hub_saves(processes: Processes, tmp_path: Pa
 def test_hub_that_saves_nothing_or_has_no_checkpoint_yet_says_so(tmp_path: Path) -> None:
     with Broker(options(tmp_path / "hub")) as hub, Mirror(hub.address, tmp_path / "a") as mirror:
         wait_for(lambda: "No checkpoint yet" in (mirror.problem or ""))
-    config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
-    with Broker(config) as hub, Mirror(hub.address, tmp_path / "b") as mirror:
+    with Broker(BrokerConfig(**LOCAL)) as hub, Mirror(hub.address, tmp_path / "b") as mirror:
         wait_for(lambda: "--save-dir" in (mirror.problem or ""))
 
 
@@ -242,17 +240,6 @@ def test_all_files_come_piece_by_piece_the_manifest_last(a_copy: Copy, tmp_path:
     assert written(tmp_path) == FILES
     a_copy.drop()
     assert not list(tmp_path.iterdir())
-
-
-def test_file_that_is_here_does_not_come_again_but_the_manifest_does(tmp_path: Path) -> None:
-    listing, here = listing_of(listed()), tmp_path / "here"
-    here.write_bytes(FILES["fragment-0.safetensors"])
-    sums = {each.sha256: here for each in listing.files if "1" not in each.name}
-    copy = Copy(listing, tmp_path / "copies", sums)
-    assert {file.name for file, _ in copy.missing} == {"fragment-1.safetensors", "checkpoint.json"}
-    while copy.missing:
-        copy.arrives(answer(copy))
-    assert written(tmp_path / "copies") == FILES
 
 
 @pytest.mark.parametrize(

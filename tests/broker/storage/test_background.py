@@ -10,15 +10,6 @@ from kit.process_kit import wait_for
 LONG_S = 20.0
 
 
-def test_work_is_done_in_order_and_its_results_are_kept() -> None:
-    woken: list[int] = []
-    background = Background[int, int]("test", lambda work: work or None, lambda: woken.append(1))
-    for work in (3, 0, 2):
-        background.add(work)
-    assert background.finish(LONG_S) and list(background.results) == [3, 2]
-    background.close()
-
-
 def test_newer_work_replaces_what_has_waited_longest() -> None:
     go_on, begun, done = threading.Event(), threading.Event(), []
 

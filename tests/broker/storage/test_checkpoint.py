@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from diloco_broker import BrokerConfig
@@ -42,23 +41,6 @@ def test_units_in_more_rows_than_a_message_may_name_are_saved_and_loaded(tmp_pat
     sets = DataSets()
     sets.restore(found)
     assert sets.records() == found
-
-
-def test_state_of_a_torch_optimizer_survives(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(5, 3))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    weight.grad = torch.randn(5, 3)
-    optimizer.step()
-    made = a_checkpoint()
-    first = replace(made.tensors[0], optimizer=optimizer.state_dict())
-    made = replace(made, tensors={**made.tensors, 0: first})
-    loaded = checkpoint.load(checkpoint.save(tmp_path, made, keep=1)).tensors[0].optimizer
-    again = torch.optim.AdamW([weight], lr=0.5)
-    assert loaded is not None
-    again.load_state_dict(dict(loaded))
-    for name, value in optimizer.state[weight].items():
-        assert torch.equal(again.state[weight][name], value)
-    assert again.param_groups[0]["lr"] == 0.1
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def trained(config: BrokerConfig, rounds: range) -> State:
 
 
 OUTERS: dict[str, dict[str, Any]] = {
-    "nesterov": {},
     "dn": {"mode": "async", "workers": 3, "outer": "dn"},
     "fedbuff": {"mode": "async", "workers": 3, "outer": "fedbuff"},
     "two fragments": {"num_fragments": 2, "sync_every": 8},

@@ -190,22 +190,15 @@ def test_groups_have_what_is_set_and_say_what_they_have(make: Any, groups: Outer
         ),
         ({"outer": "fedbuff", "dn_buffer": 3}, Buffered(Nesterov(0.7, 0.9), 3)),
         ({"outer": "dn"}, DelayedNesterov(0.7, 0.9, 1)),
+        ({"factory": adamw}, TorchOuter(adamw)),
+        ({"factory": adamw, "mode": "async", "workers": 4}, TorchOuter(adamw)),
+        ({"factory": adamw, "outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, 3)),
     ],
 )
 def test_configuration_chooses_the_optimizer(options: dict[str, Any], wanted: Outer) -> None:
-    assert make_outer(BrokerConfig(**options)) == wanted
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({}, TorchOuter(adamw)),
-        ({"mode": "async", "workers": 4}, TorchOuter(adamw)),
-        ({"outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, 3)),
-    ],
-)
-def test_factory_is_combined_with_the_configuration(options: dict[str, Any], wanted: Outer) -> None:
-    assert make_outer(BrokerConfig(**options), adamw) == wanted
+    options = dict(options)
+    factory = options.pop("factory", None)
+    assert make_outer(BrokerConfig(**options), factory) == wanted
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from diloco_protocol.tensors.codecs import as_bytes, checksum
 from diloco_worker.model.flat_state import FlatState
 from kit import raw_codecs
 from kit.chunked_model import fold
+from kit.raw_worker import DTYPES
 
 QUANTIZED = ["int8", "int4", "int4z"]
 ELEMENTS, CHUNK = 400, 300
@@ -170,8 +171,9 @@ def test_run_that_goes_on_quantized_begins_at_what_workers_hold(before: str) -> 
     made = broker(before, torch.randn(ELEMENTS))
     stepped(made, torch.randn(ELEMENTS), 0)
     held = [each if before == "fp32" else bytes(each) for each in made.wires(0)][: len(PARAMETERS)]
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[before]
-    reader = torch.cat([torch.frombuffer(bytearray(each), dtype=dtype) for each in held]).float()
+    reader = torch.cat(
+        [torch.frombuffer(bytearray(each), dtype=DTYPES[before]) for each in held]
+    ).float()
     again = broker("int8", torch.zeros(ELEMENTS))
     again.put_back(0, made.fragment_tensors(0))
     assert torch.equal(wholes(again), reader)

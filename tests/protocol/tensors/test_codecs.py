@@ -17,14 +17,10 @@ from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.tensors.codecs import (
     BLOCKS,
     CODECS,
-    as_bytes,
     decode_chunk,
     encode_chunk,
-    is_finite,
     segment_dtype,
 )
-from diloco_worker.model import encoding
-from diloco_worker.model.flat_state import FlatState
 from kit.chunked_model import fold
 from kit.paths import ROOT
 from kit.raw_codecs import decode, encode
@@ -49,13 +45,14 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @pytest.mark.parametrize("wire", QUANTIZED)
-@given(st.lists(floats, min_size=1, max_size=600))
+@given(st.lists(floats | st.sampled_from([TINY, -TINY, HUGE, -HUGE]), min_size=1, max_size=600))
 def test_values_of_any_size_have_the_documented_bytes(wire: str, values: list[float]) -> None:
     given_ = torch.tensor(values, dtype=torch.float32)
     payload = sent(given_, wire)
     found = read(payload, wire, len(values))
     assert found.tolist() == decode(payload, wire, len(values)), "decoding is exact"
     assert found.dtype is torch.float32
+    assert torch.isfinite(found).all() and (found * given_ >= 0).all()
     if wire != "int4z":  # its scale is a sum, whose order is not specified
         assert payload == encode(values, wire)
     assert least_bytes(span_of(len(values)), wire) <= len(payload)
@@ -77,18 +74,6 @@ def test_error_is_half_a_step_at_most(wire: str, largest: int) -> None:
     found = read(sent(values.reshape(-1), wire), wire, values.numel()).view_as(values)
     step = values.abs().amax(1, keepdim=True) / largest * (1 + 2**-7)
     assert ((found - values).abs() <= step / 2).all()
-
-
-@pytest.mark.parametrize("wire", QUANTIZED)
-@pytest.mark.parametrize("value", [0.0, TINY, -TINY, 2.0**-133, 1e-30, 1.0, 1e19, -1e30, HUGE])
-def test_edges_of_fp32_stay_finite(wire: str, value: float) -> None:
-    values = torch.zeros(300)
-    values[7] = values[299] = value
-    found = read(sent(values, wire), wire, 300)
-    assert torch.isfinite(found).all()
-    assert (found * value >= 0).all()
-    if wire != "int4z" and abs(value) > 1e-30:
-        assert math.isclose(found[7], value, rel_tol=0.01)
 
 
 @pytest.mark.parametrize("wire", QUANTIZED)
@@ -207,30 +192,6 @@ def test_every_codec_has_both_halves_of_its_row() -> None:
     assert CODECS.keys() == SIZES.keys()
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_model_moves_by_the_decoded_delta(wire: str) -> None:
-    """Each chunk has blocks of its own: here one of 300 elements and one of 100."""
-    entries = (TensorEntry("w", (400,), "float32", Kind.TRAINABLE),)
-    layout = lay_out(Manifest(entries), chunk_elements=300)
-    part = layout.fragments[0]
-    model, delta = torch.randn(400), torch.randn(400)
-    sent = encoding.encode(part, {"w": delta}, wire).wire
-    broker = Parameters(layout, Nesterov(1.0, 0.0), wire=wire, reply="fp32")
-    arrived = FlatState.empty(part)
-    expected = torch.empty(400)
-    for span in part.spans:
-        chunk = model[span.start : span.stop].clone()
-        assert broker.place(0, span.index, bytearray(as_bytes(chunk))) is not None
-        payload = bytearray(sent.chunk(span.index))
-        assert least_bytes(span, wire) <= len(payload) <= span_bytes(span, wire)
-        read = torch.tensor(decode(bytes(payload), wire, span.elements))
-        expected[span.start : span.stop] = chunk - read
-        assert fold(broker, 0, span.index, payload, 1.0) == pytest.approx(float(read.dot(read)))
-        (done,) = broker.step(0, span.index, 1.0, 0)()
-        arrived.store(span.index, memoryview(bytearray(done.wire)), "fp32")
-    assert torch.equal(arrived.by_name()["w"], expected)
-
-
 @pytest.mark.parametrize("aggregate", ["mean", "clip-median-norm"])
 def test_undecodable_chunk_is_refused_like_a_non_finite_one(aggregate: str) -> None:
     layout = lay_out(Manifest((TensorEntry("w", (256,), "float32", Kind.TRAINABLE),)))
@@ -238,12 +199,3 @@ def test_undecodable_chunk_is_refused_like_a_non_finite_one(aggregate: str) -> N
     garbage = bytearray(b"\x80\x3f" + bytes(60))
     assert fold(broker, 0, 0, garbage, 1.0) is None
     assert broker.inspect(0, 0, garbage, "int4z")() is None
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("position", [0, 57, 99])
-def test_single_non_finite_value_is_found_at_any_position(bad: float, position: int) -> None:
-    values = torch.randn(100)
-    assert is_finite(values)
-    values[position] = bad
-    assert not is_finite(values)

@@ -46,16 +46,6 @@ def test_each_dtype_and_length_is_as_asked() -> None:
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (elements,))
 
 
-def test_memory_of_a_long_tensor_is_used_for_two_of_half_its_length_and_for_it_again() -> None:
-    pool = TensorPool()
-    for _ in range(5):
-        for dtype, count in ((torch.float32, 3), (torch.bfloat16, 6)):
-            taken = [pool.take(2 * ELEMENTS, dtype).fill_(n) for n in range(count)]
-            assert all(each.eq(n).all() for n, each in enumerate(taken))
-            del taken
-    assert pool.mapped_bytes == 3 * 2 * SMALLEST
-
-
 def test_memory_of_every_length_is_used_again_in_any_order() -> None:
     """Random lengths, taken and let go: no two in use overlap, and what is mapped stays bounded."""
     dice, pool = random.Random(3), TensorPool()

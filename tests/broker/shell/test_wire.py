@@ -160,6 +160,12 @@ def test_garbage_gets_an_error(broker: Broker, frames: list[bytes], code: str) -
         finish_a_round(broker)
 
 
+def test_frame_over_the_limit_costs_only_its_sender_the_connection(broker: Broker) -> None:
+    with RawWorker(broker.address, "vandal") as vandal:
+        vandal.control.send(bytes(9 << 20))
+        finish_a_round(broker)
+
+
 def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
     with a_broker(2, heartbeat_timeout=0.0) as broker, RawWorker(broker.address, "w0") as stays:
         begins(stays)

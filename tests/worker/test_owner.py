@@ -41,6 +41,7 @@ def test_model_is_found_among_living_modules_by_any_part() -> None:
     assert owner_of(sgd(model[2]), living) is model
 
 
+@pytest.mark.slow
 def test_search_does_not_disturb_a_thread_that_builds_a_tuple() -> None:
     """CPython refuses to resize a tuple that a list of all objects refers to."""
     begun, ended = threading.Event(), threading.Event()

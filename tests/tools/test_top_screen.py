@@ -233,6 +233,7 @@ def test_more_room_shows_more() -> None:
     assert "TOKENS" not in small
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(news=strange_feeds(), size=st.sampled_from([(20, 5), SMALL, LARGE]))
 def test_any_feed_is_drawn(news: dict[str, Any], size: tuple[int, int]) -> None:

@@ -134,7 +134,9 @@ class Sockets:
         self._poller.register(self._wake_recv, zmq.POLLIN)
         for monitor, _ in self._monitors:
             self._poller.register(monitor, zmq.POLLIN)
-        self._at_rest = zmq.Poller()  # has only connections of peers that have not joined
+        # The wake-up, and connections of peers that have not joined. An empty poller would not wait.
+        self._at_rest = zmq.Poller()
+        self._at_rest.register(self._wake_recv, zmq.POLLIN)
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
@@ -175,7 +177,7 @@ class Sockets:
         self._poller.unregister(socket)
 
     def rest(self, seconds: float) -> bool:
-        """Wait `seconds`, or until a peer that has not joined sends bytes; returns whether one did."""
+        """Wait `seconds`; returns True as soon as `wake` or bytes of a peer that has not joined come."""
         return bool(self._at_rest.poll(int(seconds * 1000)))
 
     def wake(self) -> None:

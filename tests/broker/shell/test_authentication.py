@@ -131,3 +131,11 @@ def test_rest_of_the_loop_ends_when_bytes_of_an_unauthenticated_peer_come(loop: 
         assert loop.sockets.rest(PATIENCE_S)
         loop.sockets._poll(ours.fileno(), 0)
         assert not loop.sockets.rest(0.0)
+
+
+def test_rest_of_the_loop_lasts_until_it_is_woken(loop: Loop) -> None:
+    began = time.monotonic()
+    assert not loop.sockets.rest(0.02), "with no peer to look at"
+    assert time.monotonic() - began >= 0.02
+    loop.sockets.wake()
+    assert loop.sockets.rest(PATIENCE_S)

@@ -22,9 +22,6 @@ from diloco_tools.plan.simulated.costs import Costs
 
 MOST_ERROR = 0.15
 KINDS = ("round", "streaming")
-# Share of the machine's cores that the run had: the recorded load shows other work on the machine.
-# Calibrated once, on rounds that waited for a core.
-OF_THE_CORES = 0.7
 PIECES = 16  # of a fragment: there are dozens of rows
 
 
@@ -76,7 +73,7 @@ def question_of(measurement: Mapping[str, Any], cores: int | None) -> Question |
         wire_dtype=m["wire_dtype"],
         reply_dtype=m["reply_dtype"],
         mode=mode,
-        cores=None if cores is None else OF_THE_CORES * cores,
+        cores=cores,
     )
 
 
@@ -196,8 +193,8 @@ def filled(page: str, found: Sequence[Row], recorded: Mapping[str, Any]) -> str:
         raise UsageError("The page lacks the marks <!-- validation --> and <!-- end -->.")
     machine = recorded["machine"]
     where = (
-        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}) with other load: see "
-        f"the load below.\nThe planner assumes that the run had {OF_THE_CORES:.0%} of them."
+        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}); the load is below, and "
+        "the planner assumes none."
     )
     block = f"<!-- validation -->\n{where}\n\n{as_markdown(found)}\n<!-- end -->"
     return BLOCK.sub(lambda _: block, page)

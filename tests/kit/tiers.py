@@ -8,8 +8,8 @@ from pathlib import Path
 # Seconds of CPU of one test without a mark, and of all of them: two cores for five minutes.
 TEST_CPU_S = 1.5
 QUICK_CPU_S = 2 * 300
-# The first test of its kind in a process pays for imports, and what shares a core slows it down: the same
-# test has cost 1.4 s and 3.5 s within a day. So a test fails at this many times its limit.
+# The first test of its kind in a process pays for imports, and what shares a core slows it down: the
+# same test has cost 1.4 s and 3.5 s within a day. So a test fails at this many times its limit.
 MARGIN = 4.0
 # Marks of what is not in `make test`.
 OTHER_TIERS = {"slow", "nightly", "browser", "engine", "integration", "cuda"}

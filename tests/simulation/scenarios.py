@@ -16,8 +16,8 @@ MODES: dict[str, dict[str, Any]] = {
     "carry": {"grace": 1.0},
     "drop": {"grace": 1.0, "late": "drop"},
     "async": {"mode": "async"},
-    "async-grace": {"mode": "async", "grace": 0.5},
     "async-stale": {"mode": "async", "max_staleness": 3, "staleness_weight": "poly"},
+    "async-grace": {"mode": "async", "grace": 0.5},
     "async-dylu": {"mode": "async", "dylu": True},
 }
 # How a run is saved: not at all; each round or now and then; each round before anybody is told of it.

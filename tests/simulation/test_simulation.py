@@ -41,7 +41,11 @@ T = TypeVar("T")
 
 
 def in_turn(number: int, streams: bool) -> pytest.MarkDecorator:
-    """Of two cases that differ in `streams` one is slow and the other nightly, in turn."""
+    """Of two cases that differ in `streams` one is slow and the other nightly, in turn.
+
+    async-stale has an even number: with fragments it takes ten times as long until a slow worker
+    counts.
+    """
     return pytest.mark.slow if number % 2 == streams else pytest.mark.nightly
 
 

@@ -205,12 +205,12 @@ def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> Non
     check(name, got, wanted, cuts, WIDE_STEPS)
 
 
-# The chunks of a push in each mode; each of the other messages in one of them, the rest at night.
+# The chunks of a push in two modes; each of the other messages in one of them, the rest at night.
 EVERY_BREAK = [
     pytest.param(
         *(up, kind, name),
         marks=pytest.mark.slow
-        if (up, kind) == (UP, "chunk") or (row - column) % len(MODES) == 0
+        if (row - column) % len(MODES) == 0 or (up, kind, column) == (UP, "chunk", 0)
         else pytest.mark.nightly,
     )
     for row, (up, kind) in enumerate(EVERY_KIND)

@@ -79,7 +79,7 @@ AT_NIGHT = pytest.mark.nightly
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
         pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp", 3)], {}, 1e-6, id="streaming-fsdp3-uneven"),
-        pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2"),
+        pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp-tp", 4)], EVEN, 1e-6, id="streaming-fsdp2-tp2"),
         # Stages of a pipeline, with a tied weight.
         pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline", marks=AT_NIGHT),

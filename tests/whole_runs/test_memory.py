@@ -67,7 +67,7 @@ MODES = {
     "saved": ["--save-dir", "run", "--save-every", "1"],
     "saved before it is released": ["--save-dir", "run", "--durable", "--mode", "async"],
 }
-SLOW = ("sync", "fragments", "saved before it is released")  # the others at night
+SLOW = ("fragments", "saved before it is released")  # the others at night
 
 
 def assert_flat(result: dict[str, Any]) -> None:
@@ -398,9 +398,14 @@ OF_FP32 = 2.6
 SLICES = 16 << 20
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "count"), [("ddp", 2), ("fsdp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_process_of_k_keeps_its_part_of_the_vectors_and_a_slice(
     processes: Processes, tmp_path: Path, kind: str, count: int
 ) -> None:

@@ -14,7 +14,6 @@ from kit.process_kit import Processes
 from kit.spread_cases import main
 
 BOUND_S = 110  # for all cases of one number of processes
-NIGHTLY = pytest.mark.nightly
 
 
 def outcomes(
@@ -27,8 +26,13 @@ def outcomes(
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3, *(pytest.param(each, marks=NIGHTLY) for each in (1, 4))])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(3, marks=pytest.mark.slow),  # splits nothing evenly
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 2, 4)),
+    ],
+)
 def test_several_processes_match_one(processes: Processes, count: int, tmp_path: Path) -> None:
     told = outcomes(processes, count, tmp_path)
     failed = [

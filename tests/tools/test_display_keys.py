@@ -50,7 +50,9 @@ def test_feed_is_refused_at_once_with_a_sentence(
     with FeedSubscriber(keyed.feed_address, keys=keys) as feed:
         with pytest.raises(FeedRefusedError, match=sentence):
             feed.receive(PATIENCE_S)
-        assert feed.receive(0.0) is None, "it is refused once for each time that it asks"
+        began = time.monotonic()
+        assert feed.receive(0.05) is None, "it is refused once for each time that it asks"
+        assert time.monotonic() - began >= 0.05, "and waits until it asks again"
 
 
 def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> None:

@@ -92,7 +92,6 @@ class FeedSubscriber:
         self._socket.connect(self.address)
 
     def _disconnect(self) -> None:
-        self._poller = zmq.Poller()  # empty: it only waits
         if not self._socket.closed:
             self._handshake.close()
             self._socket.close()
@@ -105,11 +104,15 @@ class FeedSubscriber:
             FeedRefusedError: the broker requires a key, or another one, or does not name its feed. A
                 later call tries again.
         """
-        began = time.monotonic()
-        if began >= self._renew_at and (self._socket.closed or not self._socket.poll(0)):
+        until = time.monotonic() + timeout_s
+        if self._socket.closed:
+            time.sleep(max(0.0, min(until, self._renew_at) - time.monotonic()))
+        if time.monotonic() >= self._renew_at and (self._socket.closed or not self._socket.poll(0)):
             self._disconnect()
             self._connect(self._given)
-        left_s = max(0.0, timeout_s)
+        if self._socket.closed:
+            return None
+        left_s = max(0.0, until - time.monotonic())
         while left_s >= 0 and (ready := dict(self._poller.poll(math.ceil(1000 * left_s)))):
             if self._socket in ready:
                 try:
@@ -128,7 +131,7 @@ class FeedSubscriber:
                     self._renew_at = time.monotonic() + KNOCK_AGAIN_S
                     raise refusal
                 self._connect(feed)
-            left_s = began + timeout_s - time.monotonic()
+            left_s = until - time.monotonic()
         return None
 
     def close(self) -> None:

@@ -255,8 +255,12 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("phase", "rank"),
-    [("freezing", 0), ("pushing", 1), ("waiting", 0), ("merging", 1)],
-    ids=["freezing-leader", "pushing-other", "waiting-leader", "merging-other"],
+    [
+        pytest.param("freezing", 0, id="freezing-leader"),
+        pytest.param("pushing", 1, id="pushing-other"),
+        pytest.param("waiting", 0, id="waiting-leader", marks=AT_NIGHT),
+        pytest.param("merging", 1, id="merging-other"),
+    ],
 )
 def test_killed_process_ends_its_worker_which_comes_back(
     processes: Processes, tmp_path: Path, phase: str, rank: int

@@ -87,8 +87,11 @@ def tree(processes: Processes) -> Iterator[Tree]:
 
 @pytest.mark.parametrize(
     ("pushed", "killed"),
-    [("ac", ["north"]), ("abc", ["hub"]), ("abc", ["north", "south", "hub"])],
-    ids=["relay", "hub", "all"],
+    [
+        pytest.param("ac", ["north"], id="relay", marks=pytest.mark.nightly),
+        pytest.param("abc", ["hub"], id="hub"),
+        pytest.param("abc", ["north", "south", "hub"], id="all"),
+    ],
 )
 def test_kill_between_pushes_loses_nothing(tree: Tree, pushed: str, killed: list[str]) -> None:
     tree.sites.rounds(range(2), *"abcd")

@@ -99,6 +99,7 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
     assert not rounds_of(hub)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pair", [True], ids=["relay"], indirect=True)
 def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(pair: Pair) -> None:
     pair.hub.kill()

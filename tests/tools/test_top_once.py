@@ -185,6 +185,7 @@ class TestSubscriber:
 
     def test_a_flood_of_garbage_ends_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Flood:
+            closed = False
             frames = 0
 
             def poll(self, _timeout_ms: int) -> list[tuple[Flood, int]]:

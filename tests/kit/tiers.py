@@ -10,7 +10,7 @@ TEST_CPU_S = 1.5
 QUICK_CPU_S = 2 * 300
 # The first test of its kind in a process pays for imports, and what shares a core slows it down: the
 # same test has cost 1.4 s and 3.5 s within a day. So a test fails at this many times its limit.
-MARGIN = 4.0
+MARGIN = 2.5
 # Marks of what is not in `make test`.
 OTHER_TIERS = {"slow", "nightly", "browser", "engine", "integration", "cuda"}
 # At most, on two idle cores; a job of a workflow may take twice as long.

@@ -131,6 +131,7 @@ class TestTable:
             await pilot.press("o")
         assert "by worker" in pilot.text()
 
+    @pytest.mark.slow
     async def test_filters_while_typing(self, pilot: ScreenPilot) -> None:
         await pilot.press("slash")
         assert "filter" in pilot.text()

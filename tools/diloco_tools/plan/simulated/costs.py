@@ -1,6 +1,6 @@
 """Costs: CPU seconds of a broker and of a worker, calibrated once.
 
-They come from rounds of `make lan` at 1 Gb/s with 50 to 151 million parameters on an idle machine (see
+They come from rounds of `make lan` at 1 Gb/s with 10 to 151 million parameters on an idle machine (see
 its tables), with compiled kernels, and are divided as in docs/performance.md. A codec in a round takes
 two to four times its time alone: processes share memory bandwidth, norms and finiteness are checked,
 errors are fed back. The same costs hold for all rows of the validation and all plans; on a faster

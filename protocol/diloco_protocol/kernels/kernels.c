@@ -4,22 +4,23 @@
  * -ffast-math): where torch fuses a product and a sum (`add(..., alpha=w)`), `fmaf` stands here.
  *
  * Each function works on PIECE elements at a time, in buffers that stay in a core's first-level cache,
- * with one short loop for each value that is computed: compilers vectorize such loops. Payloads may have
- * any address: the types below have the alignment of a byte.
+ * with one short loop for each value that is computed: compilers vectorize such loops. A piece of 1 KiB,
+ * since tensors begin at the same address of a page: of larger pieces the streams evict each other.
+ * Payloads may have any address: the types below have the alignment of a byte.
  */
 #include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __F16C__
+#ifdef __AVX2__ /* and F16C: hatch_build.py asks for both */
 #include <immintrin.h>
 #endif
 
 /* The digest of this file, by which a library that was built from another one is found. */
 const char diloco_source[] = SOURCE_DIGEST;
 
-enum { PIECE = 1024, BLOCK = 256, HALF = BLOCK / 2, SPARSE_BLOCK = 4096, MOST_KEPT = 512 };
+enum { PIECE = 256, BLOCK = 256, HALF = BLOCK / 2, SPARSE_BLOCK = 4096, MOST_KEPT = 512 };
 /* How a chunk lies in memory. INT8 and INT4: a bf16 scale for each block, then the codes. SPARSE and
  * above: a row for each SPARSE_BLOCK (docs/codecs.md); the form is the number of elements it keeps. */
 enum form { FP32, BF16, FP16, INT8, INT4, SPARSE = 16 };
@@ -54,7 +55,7 @@ static inline uint32_t to_bf16(float value) {
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-#ifdef __F16C__
+#ifdef __AVX2__
 static inline float of_fp16(uint16_t bits) { return _cvtsh_ss(bits); }
 static inline uint16_t to_fp16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 #else
@@ -71,6 +72,22 @@ static inline uint16_t to_fp16(float value) {
     return bits;
 }
 #endif
+
+/* Write values that nobody reads soon: the cache does not fetch what they replace. `end_stream` follows. */
+static inline void stream(float *to, const float *from, ptrdiff_t size) {
+    ptrdiff_t j = 0;
+#ifdef __AVX2__
+    if ((uintptr_t)to % sizeof(__m256) == 0)
+        for (; j + 8 <= size; j += 8) _mm256_stream_ps(to + j, _mm256_loadu_ps(from + j));
+#endif
+    for (; j < size; j++) to[j] = from[j];
+}
+
+static inline void end_stream(void) {
+#ifdef __AVX2__
+    _mm_sfence(); /* before another thread reads them */
+#endif
+}
 
 static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
@@ -169,11 +186,23 @@ static inline uint32_t largest(const float *values, ptrdiff_t size) {
     return top;
 }
 
-/* The sum of values, a power of two of them: halves are added until one is left. */
-static inline float halved(float *restrict values, int count) {
-    while (count /= 2)
-        for (int j = 0; j < count; j++) values[j] += values[j + count];
-    return values[0];
+/* Add the second half of `2 count` values to the first. */
+static inline void add_half(float *values, int count) {
+    for (int j = 0; j < count; j++) values[j] += values[j + count];
+}
+
+/* The sum of 2 to MOST_KEPT values, a power of two of them: halves are added until one is left. Compilers
+ * vectorize the steps since each has a constant length. */
+static inline float halved(float *values, int count) {
+    if (count > 256) add_half(values, 256);
+    if (count > 128) add_half(values, 128);
+    if (count > 64) add_half(values, 64);
+    if (count > 32) add_half(values, 32);
+    if (count > 16) add_half(values, 16);
+    if (count > 8) add_half(values, 8);
+    if (count > 4) add_half(values, 4);
+    if (count > 2) add_half(values, 2);
+    return values[0] + values[1];
 }
 
 /* The sum of bit patterns, two values at a time; only the last piece of a chunk may have an odd size. */
@@ -449,7 +478,7 @@ void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const
 /* Write parameters, and the same in a wire form of 16 bits where there is one. */
 static inline void store(const float *values, ptrdiff_t at, ptrdiff_t size, float *moved,
                          enum form form, void *wire) {
-    memcpy(moved + at, values, 4 * (size_t)size);
+    stream(moved + at, values, size);
     if (form == BF16)
         for (ptrdiff_t j = 0; j < size; j++) ((u16 *)wire)[at + j] = (uint16_t)to_bf16(values[j]);
     else if (form == FP16)
@@ -478,7 +507,7 @@ uint32_t diloco_nesterov(const struct term *terms, ptrdiff_t count, float diviso
                 for (ptrdiff_t j = 0; j < size; j++) room[j] = momentum[at + j] * mu + g[j];
             else
                 memcpy(room, g, 4 * (size_t)size);
-            memcpy(after + at, room, 4 * (size_t)size);
+            stream(after + at, room, size);
             if (is_nesterov)
                 for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(room[j], mu, g[j]);
             else
@@ -489,6 +518,7 @@ uint32_t diloco_nesterov(const struct term *terms, ptrdiff_t count, float diviso
         uint32_t magnitude = largest(g, size);
         above = above > magnitude ? above : magnitude;
     }
+    end_stream();
     return above;
 }
 
@@ -523,7 +553,7 @@ uint32_t diloco_delayed(const struct term *terms, ptrdiff_t count, float divisor
         } else if (largest(m, size) >= INFINITE) {
             above = INFINITE;
         }
-        memcpy(kept + at, m, 4 * (size_t)size);
+        stream(kept + at, m, size);
         for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(g[j], -g_rate, theta[at + j]);
         if (has_m) {
             if (size_of_buffer > 0)
@@ -535,5 +565,6 @@ uint32_t diloco_delayed(const struct term *terms, ptrdiff_t count, float divisor
         uint32_t magnitude = largest(g, size);
         above = above > magnitude ? above : magnitude;
     }
+    end_stream();
     return above;
 }

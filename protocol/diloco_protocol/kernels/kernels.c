@@ -466,11 +466,15 @@ void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const
                 total[j] = (values[at + j] + other[at + j]) + sign * x[j];
         else
             for (ptrdiff_t j = 0; j < size; j++) total[j] = values[at + j] + sign * x[j];
-        memcpy(out + at, total, 4 * (size_t)size);
+        if (out == values)
+            memcpy(out + at, total, 4 * (size_t)size);
+        else
+            stream(out + at, total, size);
         found += bit_sum(total, size);
         uint32_t magnitude = largest(total, size);
         above = above > magnitude ? above : magnitude;
     }
+    end_stream();
     *sum = found;
     *top = above;
 }

@@ -83,14 +83,17 @@ class Encoding:
             self._add_piece(place, start, stop, given[start - place.start : stop - place.start])
 
     def _add_piece(self, place: Place, start: int, stop: int, local: Tensor) -> None:
-        values = self._piece[: stop - start]
+        encoded = self.wire[place.segment][start:stop]
+        is_exact = encoded.dtype is torch.float32 and encoded.device == self.device
+        values = encoded if is_exact else self._piece[: stop - start]
         if local.dtype is not torch.float32 or local.device != self.device or self.base is None:
             local = values.copy_(local)
         if self.base is not None:
             begun = self.base.vectors[place.segment][start:stop].to(self.device)
             torch.sub(held(begun, place.entry), local, out=values)
-        encoded = self.wire[place.segment][start:stop]
-        if encoded.device == self.device:
+        if is_exact:
+            rounded = encoded
+        elif encoded.device == self.device:
             rounded = encoded.copy_(values)
         else:
             rounded = values.to(encoded.dtype)

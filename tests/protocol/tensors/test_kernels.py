@@ -165,7 +165,7 @@ def test_codes_are_added_alike(
         payload = bytes(BLOCKS[wire].encode(values).payload)
 
     def added() -> tuple[int | None, Tensor]:
-        out = torch.empty(count)
+        out = torch.empty(count + by)[by:]
         return add_code(wire, shifted(payload, by), start, out, other=values, sign=sign), out
 
     (found, out), (theirs, wanted) = both(added)
@@ -233,6 +233,7 @@ def test_squares_are_those_of_fp64(wire: str, values: Tensor, scale: bytes | Non
     momentum=st.one_of(st.none(), vectors()),
     settings=st.tuples(st.sampled_from([0.0, 0.9]), st.sampled_from([0.7, 1.0]), st.booleans()),
     wire=st.sampled_from(list(DTYPES)),
+    by=st.integers(0, 3),
 )
 def test_outer_steps_are_the_same(
     theta: Tensor,
@@ -240,6 +241,7 @@ def test_outer_steps_are_the_same(
     momentum: Tensor | None,
     settings: tuple[float, float, bool],
     wire: str,
+    by: int,
 ) -> None:
     count = min(theta.numel(), gradient.numel(), 10**9 if momentum is None else momentum.numel())
     theta, g = theta[:count].clone(), gradient[:count].clone()
@@ -247,7 +249,7 @@ def test_outer_steps_are_the_same(
     mu, lr, is_nesterov = settings
     after = g.clone() if m is None else m.mul(mu).add_(g)
     moved = theta.add(g.add(after, alpha=mu) if is_nesterov else after, alpha=-lr)
-    out = torch.empty(count), torch.empty(count)
+    out = torch.empty(count + by)[by:], torch.empty(count + by)[by:]
     sent = out[0] if wire == "fp32" else torch.empty(count, dtype=DTYPES[wire])
     with by_kernels() as kernels:
         terms = [(Source.of(g), 1.0)]

@@ -192,6 +192,7 @@ SOON = FRAGMENTS | {"fragment_sync_delay": 1}
 WHOLE = {"sync_every": 5}
 IN_ORDER = {"deterministic": True, "weight_by": "tokens"}
 ADAMW: dict[str, Any] = {"make_optimizer": adamw}
+QUANTIZED: dict[str, Any] = {"wire_dtype": "int4", "feedback_decay": 0.75}
 # Saved before the first boundary, right after it, in the second cycle.
 EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 
@@ -206,6 +207,8 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
         (1, SOON | ADAMW, [(3, 4), (6, 7)]),
         (1, LATER | ADAMW | {"fragment_update_alpha": 0.25}, [(3, 5), (6, 8)]),
         (1, SOON | ADAMW | {"fragment_merge": "rebase"}, [(3, 4), (6, 7)]),
+        # The second push of a fragment has a residual; the ledger decides whether it counted.
+        (1, LATER | QUANTIZED, [(9, 9), (9, 11)]),
         # Killed right after the freeze: the broker has some of it, nothing or all.
         (2, LATER | PAIR | IN_ORDER | {"fragment_update_alpha": 0.5}, [(3, 3), (6, 6)]),
         (1, {"mode": "async", "sync_every": 6}, [(3, 4), (8, 8)]),

@@ -1,6 +1,7 @@
 """What the broker's version means for a saved state, and which states are valid."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from diloco_protocol.messages import Error, Join, Push, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival
 from diloco_worker.sync.fragment import TrainingBase, compared
+from kit.raw_codecs import decode, encode
 from kit.scripted_broker import RUN, ScriptedBroker, run_config, version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -224,6 +226,26 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
     state = training.saves()[0]
     with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
         training.makes(nn.Linear(3, 5)).load_state_dict(state)
+
+
+def test_unquantized_codec_drops_the_residual(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    training.begins(config={"wire_dtype": "int4"})
+    training.round(H, 1)
+    sent = []
+    for counter, wire in ((2, "bf16"), (3, "int4")):
+        broker.config = replace(broker.config, wire_dtype=wire)
+        training.resumes(training.saves(), version(counter - 1))
+        training.says_current(counter - 1)
+        training.done()
+        training.trains(H)
+        training.says_current(counter - 1)
+        push, delta = training.takes()
+        training.serves(100, counter, push)
+        training.done()
+        sent.append(delta)
+    assert sent == [H, decode(encode([H] * 4, "int4"), "int4", 4)[0]]
 
 
 UNAUTHENTICATED = 0xABC  # an unknown push

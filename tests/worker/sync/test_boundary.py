@@ -303,6 +303,10 @@ def test_interrupted_process_waits_only_for_its_upload(where: str) -> None:
     assert not training.waits()
 
 
+def test_leaving_worker_does_not_wait_for_a_run_that_is_over() -> None:
+    assert not leaving().changes(over="The run is over.").waits()
+
+
 def resumed(known: Ledger, in_flight: InFlight | None, *, arrives: dict[str, Any]) -> Trainer:
     """Step 6 of a cycle that began at 4, on version 5; the broker has this version."""
     training = Trainer(a_run(), step=6)

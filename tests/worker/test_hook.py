@@ -245,17 +245,14 @@ def test_received_version_is_held_before_it_is_merged(training: ScriptedTraining
 OVER = "The run is over: ann@desk asked for it."
 
 
-def restarts(training: ScriptedTraining) -> None:
-    training.broker.says(Notice("restarting", "The broker restarts: it received SIGTERM."))
-    wait_for(lambda: training.link.restarting is not None)
-
-
 @pytest.mark.parametrize("is_welcome", [True, False])
 def test_run_that_is_over_after_a_restart_ends_the_script(
     training: ScriptedTraining, broker: ScriptedBroker, is_welcome: bool
 ) -> None:
     worker = training.begins()
-    restarts(training)
+    assert not worker.should_stop
+    broker.says(Notice("restarting", "The broker restarts: it received SIGTERM."))
+    wait_for(lambda: training.link.restarting is not None)
     broker.restart()
     if is_welcome:
         broker.welcomes(version(0))
@@ -266,20 +263,6 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
         broker.says(Error("stopping", "The broker is stopping.", retry=True, about="join"))
     wait_for(lambda: worker.should_stop)
     assert worker.stop_reason == OVER
-
-
-def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    worker = training.begins()
-    assert not worker.should_stop
-    broker.says(Notice("shutdown", "The broker stops."))
-    wait_for(lambda: worker.should_stop)
-    training.steps(H)
-    assert training.values == 100 - H
-    began = time.monotonic()
-    worker.close()
-    assert time.monotonic() - began < 5
 
 
 def test_failing_link_does_not_stop_training_and_can_be_closed(

@@ -1,7 +1,7 @@
 """DiLoCoClient against a scripted broker."""
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.session.compatibility import cut
 from diloco_worker.session.downloads import DOWNLOAD_WINDOW
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, first, run_config, version
+from kit.scripted_broker import Descent, ScriptedBroker, first, run_config, version
 from kit.scripted_training import ScriptedTraining, layers
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -48,8 +48,8 @@ class Net(nn.Module):
 class Talk(ScriptedTraining):
     """A client instead of a worker; its calls run in another thread."""
 
-    def __init__(self, client: DiLoCoClient, broker: ScriptedBroker, beside: Beside) -> None:
-        super().__init__(broker, beside)
+    def __init__(self, client: DiLoCoClient, broker: ScriptedBroker) -> None:
+        super().__init__(broker)
         self.client = client
         self.descent = Descent()
 
@@ -101,9 +101,12 @@ class Talk(ScriptedTraining):
 
 
 @pytest.fixture
-def talk(broker: ScriptedBroker, beside: Beside) -> Iterator[Talk]:
-    with DiLoCoClient(broker.address, worker_id="me", timeout=20.0) as made:
-        yield Talk(made, broker, beside)
+def talk(broker: ScriptedBroker) -> Iterator[Talk]:
+    with (
+        DiLoCoClient(broker.address, worker_id="me", timeout=20.0) as client,
+        closing(Talk(client, broker)) as made,
+    ):
+        yield made
 
 
 def the_value(tensor: Tensor) -> float:
@@ -336,7 +339,7 @@ def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     talk.pulls()
     asked_for = 0
     while talk.stands:  # it retries until its timeout
-        with contextlib.suppress(AssertionError):
+        with suppress(AssertionError):
             talk.broker.control, asked, _ = talk.broker.hears_from(Control, patience=0.05)
             talk.broker.says(Result(asked.request, False, "The run has no model yet."))
             asked_for += 1

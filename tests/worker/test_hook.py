@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from diloco_protocol import UsageError
-from diloco_protocol.messages import Error, Heartbeat, Join, Leave, Notice, Progress, Purpose, Push
+from diloco_protocol.messages import Error, Heartbeat, Join, Notice, Progress, Purpose, Push
 from diloco_worker import DiLoCoWorker
 from diloco_worker.session.session import Session
 from kit.process_kit import wait_for
@@ -82,17 +82,6 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
     beat = training.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one after it"
     assert beat.merge_delay == 0
-
-
-def test_leaving_notifies_the_broker_and_leaves_the_model_alone(training: ScriptedTraining) -> None:
-    worker = training.begins()
-    training.steps(2)
-    worker.close()
-    training.broker.hears(Leave, patience=5)
-    assert training.values == 98
-    training.descent.steps(10)
-    assert worker.local_step == 2, "the hook is gone"
-    worker.close()
 
 
 @pytest.mark.parametrize(("steps", "words"), [(0, "step"), (2, "none of its 2")])

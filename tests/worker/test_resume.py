@@ -40,13 +40,12 @@ def with_norm() -> nn.Module:
 
 @dataclass
 class Script:
-    """A user's program: it makes its model, and configures its worker."""
+    """A user's program."""
 
     worker: int
     broker: Broker
     make_model: MakeModel = mlp
     make_optimizer: MakeOptimizer = sgd
-    keywords: dict[str, Any] = field(default_factory=dict)
 
     def starts(self, saved: bytes | None = None) -> Incarnation:
         """A process of the script, from the beginning or from a checkpoint; not joined yet."""
@@ -54,8 +53,8 @@ class Script:
             torch.manual_seed(0)
             model = self.make_model()
         optimizer = self.make_optimizer(model)
-        keywords = {"worker_id": f"w{self.worker}", "timeout": PATIENCE_S / 2, **self.keywords}
-        hook = DiLoCoWorker(model, optimizer, server=self.broker.address, **keywords)
+        name, where = f"w{self.worker}", self.broker.address
+        hook = DiLoCoWorker(model, optimizer, where, worker_id=name, timeout=PATIENCE_S / 2)
         done = 0
         if saved is not None:
             with torch.no_grad():  # the checkpoint overwrites them

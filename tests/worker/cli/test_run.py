@@ -24,13 +24,7 @@ from kit.process_kit import Child, Processes, wait_for
 
 SERVER = ("--server", "127.0.0.1:1")
 # Prints its variables, and ends with the given code.
-SHOW = """
-import os, sys
-for name in sorted(os.environ):
-    if name.startswith("DILOCO_"):
-        print(name, "=", os.environ[name], flush=True)
-sys.exit(int(sys.argv[1]))
-"""
+SHOW = ("sh", "-c", "env; exit $0")
 # Prints the signals that it receives; SIGTERM ends it with 7.
 LISTEN = """
 import os, signal, sys
@@ -69,40 +63,40 @@ def host() -> str:
 def test_exit_code_is_that_of_the_script(
     processes: Processes, address: tuple[str, ...], code: int
 ) -> None:
-    made = launch(processes, *address, "--", *script(processes, SHOW), str(code))
+    made = launch(processes, *address, "--", *SHOW, str(code))
     assert made.ends() == code
-    assert f"DILOCO_WORKER_ID = {host()}-0" in made.output
-    assert "DILOCO_SERVER = tcp://127.0.0.1:1" in made.output
+    assert f"DILOCO_WORKER_ID={host()}-0\n" in made.output
+    assert "DILOCO_SERVER=tcp://127.0.0.1:1\n" in made.output
 
 
 @pytest.mark.slow
 def test_each_slot_and_each_shard_has_its_own_name(processes: Processes) -> None:
-    program = (*script(processes, SHOW), "0")
+    program = (*SHOW, "0")
     shards = ("--shard-index", "3", "--num-shards", "8")
     by_slot, by_shard, by_name = (
         launch(processes, *SERVER, *words, *program)
         for words in (("--slot", "2"), shards, ("--worker-id", "gpu", *shards))
     )
     assert [made.ends() for made in (by_slot, by_shard, by_name)] == [0, 0, 0]
-    assert f"DILOCO_WORKER_ID = {host()}-2" in by_slot.output
+    assert f"DILOCO_WORKER_ID={host()}-2\n" in by_slot.output
     assert "SHARD" not in by_slot.output
-    assert f"DILOCO_WORKER_ID = {host()}-3" in by_shard.output
-    assert "DILOCO_SHARD_INDEX = 3" in by_shard.output
-    assert "DILOCO_NUM_SHARDS = 8" in by_shard.output
-    assert "DILOCO_WORKER_ID = gpu" in by_name.output
+    assert f"DILOCO_WORKER_ID={host()}-3\n" in by_shard.output
+    assert "DILOCO_SHARD_INDEX=3\n" in by_shard.output
+    assert "DILOCO_NUM_SHARDS=8\n" in by_shard.output
+    assert "DILOCO_WORKER_ID=gpu\n" in by_name.output
 
 
 @pytest.mark.slow
 def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
     assert processes.asks("keygen", "keys", "berlin", "oslo") == 0
-    program = (*script(processes, SHOW), "0")
+    program = (*SHOW, "0")
     file = tmp_path / "keys" / "clients" / "worker-oslo.key"
     by_file = launch(processes, *SERVER, "--keys", str(file), *program)
     chosen = launch(processes, *SERVER, "--keys", "keys", "--worker-id", "berlin", *program)
     unclear = launch(processes, *SERVER, "--keys", "keys", *program)
     assert [made.ends() for made in (by_file, chosen, unclear)] == [0, 0, 2]
-    assert "DILOCO_WORKER_ID = oslo" in by_file.output
-    assert f"DILOCO_KEYS = {file}" in by_file.output
+    assert "DILOCO_WORKER_ID=oslo\n" in by_file.output
+    assert f"DILOCO_KEYS={file}\n" in by_file.output
     assert "worker-berlin.key" in chosen.output
     assert "name the file: worker-berlin.key, worker-oslo.key" in unclear.output
 

@@ -7,6 +7,7 @@ from diloco_protocol.messages import Error, Join, Leave, Notice, Vote, Welcome
 from diloco_worker.session.connection import (
     CONNECT_PATIENCE_S,
     FIRST_BACKOFF_S,
+    JOIN_PATIENCE_S,
     LONGEST_PAUSE_S,
     RETRY_S,
     SAFETY,
@@ -44,28 +45,18 @@ def turns_to(made: Desk) -> list[int]:
     return opened(made)
 
 
-def joined_at(made: Desk, place: int) -> Desk:
-    for _ in range(place):
-        made.happens(Unreached())
-        made.passes(0.0)
-    assert opened(made) == [place]
-    made.connects().is_welcomed(version(3))
-    return made
-
-
-def test_silent_address_is_left_after_a_bounded_time(made: Desk) -> None:
-    assert made.session.wakes_at() == made.now + CONNECT_PATIENCE_S
-    made.passes(CONNECT_PATIENCE_S - 0.1)
+@pytest.mark.parametrize(
+    ("connects", "patience"), [(False, CONNECT_PATIENCE_S), (True, JOIN_PATIENCE_S)]
+)
+def test_silent_address_is_left_after_a_bounded_time(
+    made: Desk, connects: bool, patience: float
+) -> None:
+    if connects:
+        made.connects()
+    assert made.session.wakes_at() == made.now + patience
+    made.passes(patience - 0.1)
     assert not made.all(Close)
     made.passes(0.1)
-    assert turns_to(made) == [1]
-
-
-def test_unanswered_join_moves_to_the_next_address(made: Desk) -> None:
-    made.connects()
-    wakes_at = made.session.wakes_at()
-    assert wakes_at is not None
-    made.passes(wakes_at - made.now)
     assert turns_to(made) == [1]
 
 
@@ -84,7 +75,9 @@ def test_worker_stays_at_a_broker_that_waits_for_a_model(made: Desk) -> None:
 
 
 def test_lost_broker_is_sought_at_its_address_then_at_the_others_in_order(made: Desk) -> None:
-    joined_at(made, 1)
+    made.happens(Unreached())
+    assert turns_to(made) == [1]
+    made.connects().is_welcomed(version(3))
     made.happens(Disconnected("It broke."))
     made.passes(FIRST_BACKOFF_S)
     assert opened(made) == [1]

@@ -136,18 +136,19 @@ class Run:
 
     @property
     def _progress(self) -> tuple[int, int]:
-        incarnations = sum(1 for _ in self.out.glob("*.worker.jsonl"))
-        return len(self.audit.read_text().splitlines()) if self.audit.exists() else 0, incarnations
+        return len(self.released), sum(1 for _ in self.out.glob("*.worker.jsonl"))
+
+    @property
+    def released(self) -> list[str]:
+        """Lines of the broker's audit log, one for each version."""
+        return self.audit.read_text().splitlines() if self.audit.exists() else []
 
     def goes_on(self) -> None:
         """Nothing more is done to it: steps are not followed by pauses any more."""
         (self.out / GO).touch()
 
     def waits_for_round(self, number: int) -> None:
-        def is_there() -> bool:
-            return self.audit.exists() and len(self.audit.read_text().splitlines()) > number
-
-        self.waits(is_there, f"round {number}")
+        self.waits(lambda: len(self.released) > number, f"round {number}")
 
     def waits_for_incarnations(self, worker: str, count: int) -> None:
         self.waits(lambda: incarnations(self.out, worker) >= count, f"life {count} of {worker}")
@@ -198,7 +199,7 @@ def test_killed_rank_and_broker_come_back(cluster: Made, tmp_path: Path, calm: f
     assert result.error is None
     run.is_sound(calm)
     assert [incarnations(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
-    epochs = {json.loads(line)["epoch"] for line in run.audit.read_text().splitlines()}
+    epochs = {json.loads(line)["epoch"] for line in run.released}
     assert len(epochs) == 2
 
 
@@ -227,8 +228,7 @@ def test_run_takes_a_node_and_outlives_its_loss(cluster: Made, tmp_path: Path, c
     node = cluster.cluster.add_node(num_cpus=1)
     run.waits_for_incarnations("island-1", 1)
     cluster.cluster.remove_node(node, allow_graceful=False)
-    at = len(run.audit.read_text().splitlines())
-    run.waits_for_round(at + 5)
+    run.waits_for_round(len(run.released) + 5)
     another = cluster.cluster.add_node(num_cpus=1)
     run.waits_for_incarnations("island-1", 2)
     try:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,25 +55,24 @@ class Run:
         file = self.of_run / "logs" / f"{who}.log"
         return file.read_text() if file.exists() else ""
 
-    def waits_for(self, who: str, pattern: str, within_s: float = 90.0) -> None:
-        def is_there() -> bool:
+    def waits(self, is_so: Callable[[], bool], what: str, within_s: float) -> None:
+        def is_so_now() -> bool:
             self.cluster.start_now()
-            return re.search(pattern, self.log(who)) is not None
+            return is_so()
 
         try:
-            self.cluster.wait(is_there, f"{who}: {pattern}", within_s)
+            self.cluster.wait(is_so_now, what, within_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.told()}") from None
 
-    def waits_for_the_end(self, within_s: float = 120.0) -> None:
+    def waits_for(self, who: str, pattern: str) -> None:
+        self.waits(lambda: bool(re.search(pattern, self.log(who))), f"{who}: {pattern}", 90.0)
+
+    def waits_for_the_end(self) -> None:
         def is_over() -> bool:
-            self.cluster.start_now()
             return not any(job.startswith(self.name) for job in self.cluster.jobs())
 
-        try:
-            self.cluster.wait(is_over, "the end of all jobs", within_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.told()}") from None
+        self.waits(is_over, "the end of all jobs", 120.0)
 
     def told(self) -> str:
         logs = sorted((self.of_run / "logs").glob("*"))

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -260,22 +259,3 @@ def first(state: FlatState) -> float:
 def changed(state: FlatState, change: Callable[[Tensor], Tensor]) -> FlatState:
     """The same layout with other values."""
     return FlatState(state.layout, {s: change(vector) for s, vector in state.vectors.items()})
-
-
-class Beside:
-    """A thread beside the test's, for what blocks: `result = beside(function)`, `result()`."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        future: Future[Any] = self._pool.submit(function, *arguments)
-        self.last = future
-        return lambda: future.result(PATIENCE_S)
-
-    @property
-    def is_busy(self) -> bool:
-        return not self.last.done()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False)

@@ -5,8 +5,8 @@ The values of its model are the same everywhere, and each optimizer step lowers 
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,15 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.transport.link import Link
 from kit.process_kit import wait_for
 from kit.reference import State, state_of
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, changed, first, run_config, version
+from kit.scripted_broker import (
+    PATIENCE_S,
+    Descent,
+    ScriptedBroker,
+    changed,
+    first,
+    run_config,
+    version,
+)
 
 H = 4  # steps between two boundaries, unless the test says otherwise
 Saved = tuple[dict[str, Any], State]  # of worker and model
@@ -43,12 +51,18 @@ class ScriptedTraining:
     worker: DiLoCoWorker
     descent: Descent
 
-    def __init__(self, broker: ScriptedBroker, beside: Beside) -> None:
+    def __init__(self, broker: ScriptedBroker) -> None:
         self.broker = broker
         self.workers: list[DiLoCoWorker] = []
         self.around: AbstractContextManager[object] = nullcontext()
-        self._beside = beside
-        self._end: Callable[[], Any] = lambda: None
+        self._pool = ThreadPoolExecutor(1)
+        self._last: Future[Any] = Future()
+
+    def close(self) -> None:
+        """Its workers leave at once, whatever became of it."""
+        for worker in self.workers:
+            worker.close(failed=True)
+        self._pool.shutdown(wait=False)
 
     # Getting in.
 
@@ -120,15 +134,15 @@ class ScriptedTraining:
 
     def does(self, what: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         """Begin something that may wait for the broker."""
-        self._end = self._beside(partial(what, *arguments, **keywords))
+        self._last = self._pool.submit(what, *arguments, **keywords)
 
     def done(self) -> Any:
-        return self._end()
+        return self._last.result(PATIENCE_S)
 
     @property
     def stands(self) -> bool:
         """It has not come to its end."""
-        return self._beside.is_busy
+        return not self._last.done()
 
     def trains(self, steps: int) -> None:
         """Begin optimizer steps, of which one may wait for the broker; Ctrl-C does not end the loop."""

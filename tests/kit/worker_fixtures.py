@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from kit.scripted_broker import Beside, ScriptedBroker
+from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import ScriptedTraining
 
 
@@ -16,18 +16,7 @@ def broker() -> Iterator[ScriptedBroker]:
 
 
 @pytest.fixture
-def beside() -> Iterator[Beside]:
-    with closing(Beside()) as made:
-        yield made
-
-
-@pytest.fixture
-def training(
-    broker: ScriptedBroker, beside: Beside, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ScriptedTraining]:
-    """Its workers are closed at once after the test, whatever became of it."""
+def training(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedTraining]:
     monkeypatch.delenv("DILOCO_SERVER", raising=False)
-    made = ScriptedTraining(broker, beside)
-    yield made
-    for worker in made.workers:
-        worker.close(failed=True)
+    with closing(ScriptedTraining(broker)) as made:
+        yield made

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -49,17 +49,6 @@ def test_every_window_of_h_steps_has_each_fragment_once(num_fragments: int) -> N
         assert visited == [(s, (first_round + k) % num_fragments) for k, s in enumerate(steps)]
         least, most = sync_every // num_fragments, -(-sync_every // num_fragments)
         assert {b - a for a, b in pairwise(steps)} <= {least, most}
-
-
-def test_impossible_schedule_names_the_values() -> None:
-    plan = FragmentPlan.of(of_sizes([1] * 4), 4)
-    for wrong in (lambda: slots(3, 4), lambda: plan.due(1, 3)):
-        with pytest.raises(UsageError, match="sync_every 3"):
-            wrong()
-    with pytest.raises(UsageError, match="step is 0"):
-        plan.due(0, 8)
-    with pytest.raises(UsageError, match="num_fragments is 0"):
-        slots(3, 0)
 
 
 # torchvision's ViT numbers attributes; a weight that ends in a number is not a block.
@@ -248,23 +237,31 @@ def test_balanced_breaks_ties_by_name_in_any_order_of_the_manifest() -> None:
     assert len(seen) == 1
 
 
-def test_impossible_plan_names_the_remedy() -> None:
-    manifest = model(a__weight=3, b__weight=3)
-    with pytest.raises(UsageError, match="num_fragments 2 or less"):
-        FragmentPlan.of(manifest, 3)
-    with pytest.raises(UsageError, match="num_fragments is 0"):
-        FragmentPlan.of(manifest, 0)
-    with pytest.raises(UsageError, match="'random'"):
-        FragmentPlan.of(manifest, 2, "random")
-    with pytest.raises(UsageError, match="no trainable parameters"):
-        FragmentPlan.of(Manifest((tensor("w", 3, kind=Kind.FROZEN), tensor("v", 0))))
-    with pytest.raises(UsageError, match="num_fragments 4"):
-        FragmentPlan.of(WITH_EMPTY, 4)
-    with pytest.raises(UsageError, match=r"'b\.weight'"):
-        FragmentPlan.of(manifest, 2).numbers(model(a__weight=3, c__weight=3))
-    for fragment in (-1, 2):
-        with pytest.raises(UsageError, match=f"Invalid fragment {fragment}"):
-            FragmentPlan.of(manifest, 2).parameters(fragment)
+TWO = model(a__weight=3, b__weight=3)
+HALVES = FragmentPlan.of(TWO, 2)
+UNTRAINED = Manifest((tensor("w", 3, kind=Kind.FROZEN), tensor("v", 0)))
+
+
+@pytest.mark.parametrize(
+    ("impossible", "words"),
+    [
+        (lambda: slots(3, 4), "sync_every 3"),
+        (lambda: slots(3, 0), "num_fragments is 0"),
+        (lambda: HALVES.due(1, 1), "sync_every 1"),
+        (lambda: HALVES.due(0, 8), "step is 0"),
+        (lambda: FragmentPlan.of(TWO, 3), "num_fragments 2 or less"),
+        (lambda: FragmentPlan.of(TWO, 0), "num_fragments is 0"),
+        (lambda: FragmentPlan.of(TWO, 2, "random"), "'random'"),
+        (lambda: FragmentPlan.of(UNTRAINED), "no trainable parameters"),
+        (lambda: FragmentPlan.of(WITH_EMPTY, 4), "num_fragments 4"),
+        (lambda: HALVES.numbers(model(a__weight=3, c__weight=3)), r"'b\.weight'"),
+        (lambda: HALVES.parameters(-1), "Invalid fragment -1"),
+        (lambda: HALVES.parameters(2), "Invalid fragment 2"),
+    ],
+)
+def test_impossible_plan_names_the_values(impossible: Callable[[], object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        impossible()
 
 
 @pytest.mark.parametrize(

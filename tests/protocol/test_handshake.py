@@ -1,9 +1,7 @@
 """Why a broker and a client do not come together: what is said, and what is final."""
 
 import shutil
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing as closing_at_end
@@ -16,6 +14,7 @@ from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.greeting import asks_for_keys
 from diloco_protocol.clients.handshake import failure
 from diloco_worker.transport.connections import Changes, Connections
+from kit.other_servers import other_server
 from kit.process_kit import wait_for
 
 ENDS = "The peer closes the connection at once"
@@ -24,20 +23,8 @@ ENDS = "The peer closes the connection at once"
 @pytest.fixture
 def closing() -> Iterator[str]:
     """The address of one that takes each connection and closes it, as a tunnel into nowhere does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            while True:
-                try:
-                    server.accept()[0].close()
-                except OSError:
-                    return
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+    with other_server(None) as address:
+        yield f"tcp://{address}"
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
@@ -82,23 +69,16 @@ def test_broker_is_asked_why_it_ended_a_handshake(asks: bool, has_keys: bool, wa
     ids=["nothing", "HTTP", "noise"],
 )
 def test_probe_for_keys_gives_up_soon_at_other_servers(says: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-
-        def serve() -> None:
-            peer = server.accept()[0]
-            peer.sendall(says)
-            is_over.wait(10)
-            peer.close()
-
-        is_over = threading.Event()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert asks_for_keys(address, 0.2) is None
-        is_over.set()
-        thread.join(10)
-    assert asks_for_keys(address, 0.2) is None
-    for address in ("", "tcp://", "tcp://[::1", "ipc:///no/such/file", "tcp://127.0.0.1:x"):
+    with other_server(says) as server:
+        assert asks_for_keys(f"tcp://{server}", 0.2) is None
+    for address in (
+        f"tcp://{server}",
+        "",
+        "tcp://",
+        "tcp://[::1",
+        "ipc:///no/such/file",
+        "tcp://127.0.0.1:x",
+    ):
         assert asks_for_keys(address, 0.2) is None
 
 

@@ -1,7 +1,7 @@
 """DiLoCoClient against a scripted broker."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, UsageError
-from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Chunk,
     Control,
@@ -19,17 +18,12 @@ from diloco_protocol.messages import (
     Leave,
     Message,
     Notice,
-    Pull,
     Push,
     Result,
     Welcome,
 )
-from diloco_protocol.records import to_plain
 from diloco_worker import DiLoCoClient, GlobalParameters
-from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.session.compatibility import cut
-from diloco_worker.session.downloads import DOWNLOAD_WINDOW
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, first, run_config, version
+from kit.scripted_broker import Descent, ScriptedBroker, first, run_config, version
 from kit.scripted_training import ScriptedTraining, layers
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -48,8 +42,8 @@ class Net(nn.Module):
 class Talk(ScriptedTraining):
     """A client instead of a worker; its calls run in another thread."""
 
-    def __init__(self, client: DiLoCoClient, broker: ScriptedBroker, beside: Beside) -> None:
-        super().__init__(broker, beside)
+    def __init__(self, client: DiLoCoClient, broker: ScriptedBroker) -> None:
+        super().__init__(broker)
         self.client = client
         self.descent = Descent()
 
@@ -61,15 +55,11 @@ class Talk(ScriptedTraining):
         self.broker.welcomes(version(0))
         for fragment in range(fragments):
             self.serves(8 + fragment, fragment, fragment=fragment)
-        self.serves_frozen(fragments)
+        if any(not each.requires_grad for each in self.descent.model.parameters()):
+            self.broker.serves(self.descent.values(fragment=fragments), version(0))
         result = self.done()
         assert isinstance(result, GlobalParameters)
         return result
-
-    def serves_frozen(self, fragment: int = 1) -> None:
-        """Serve the frozen parameters of the model, if there are any."""
-        if any(not each.requires_grad for each in self.descent.model.parameters()):
-            self.broker.serves(self.descent.values(fragment=fragment), version(0))
 
     def pushes(self, delta: Any = None, **keywords: Any) -> tuple[Push, Any]:
         """Push; by default 2.5 everywhere."""
@@ -84,26 +74,14 @@ class Talk(ScriptedTraining):
         """Start a pull."""
         self.does(self.client.pull, after)
 
-    def is_asked(self, answer: Callable[[int], Message]) -> Control:
-        """Answer the next request of a client that has not joined; returns the request."""
-        self.broker.control, asked, _ = self.broker.hears_from(Control)
-        self.broker.says(answer(asked.request))
-        self.broker.bulk = self.broker.control
-        return asked
-
-    def tells_manifest(self, plan: Any = None) -> None:
-        manifest = ModelTensors.of_module(self.descent.model).manifest
-        data = {"manifest": to_plain(manifest), "config": to_plain(self.broker.config)}
-        if plan is not None:
-            data["plan"] = plan
-        asked = self.is_asked(lambda request: Result(request, True, "here", data))
-        assert asked.action == "manifest"
-
 
 @pytest.fixture
-def talk(broker: ScriptedBroker, beside: Beside) -> Iterator[Talk]:
-    with DiLoCoClient(broker.address, worker_id="me", timeout=20.0) as made:
-        yield Talk(made, broker, beside)
+def talk(broker: ScriptedBroker) -> Iterator[Talk]:
+    with (
+        DiLoCoClient(broker.address, worker_id="me", timeout=20.0) as client,
+        closing(Talk(client, broker)) as made,
+    ):
+        yield made
 
 
 def the_value(tensor: Tensor) -> float:
@@ -294,49 +272,12 @@ def test_call_before_joining_raises(talk: Talk) -> None:
         talk.client.join()
 
 
-def test_observer_pulls_without_joining(talk: Talk) -> None:
-    model = Net()
-    talk.descent = Descent(model)
-    talk.pulls()
-    talk.tells_manifest()
-    pulls = [talk.broker.hears(Pull)]
-    talk.serves(4, 2)
-    pulls.append(talk.broker.hears(Pull))
-    talk.serves_frozen()
-    result = talk.done()
-    assert all(pull.session is None for pull in pulls)
-    assert sum(pull.credit for pull in pulls) == DOWNLOAD_WINDOW
-    assert result.version == version(2)
-    model.load_state_dict(result.tensors, strict=True)
-    assert model.inner.weight[0, 0].item() == 4
-    talk.broker.hears_nothing_of(Join, 0.05)
-
-
-def test_observer_receives_the_fragment_plan(talk: Talk) -> None:
-    broker = talk.broker
-    broker.config, talk.descent = run_config(num_fragments=3), Descent(layers())
-    manifest = ModelTensors.of_module(talk.descent.model).manifest
-    plan = FragmentPlan.of(manifest, 3, "balanced").numbers(manifest)
-    broker.layout = cut(manifest, broker.config, plan)
-    talk.pulls()
-    talk.tells_manifest(plan)
-    for fragment in range(3):
-        broker.hears_pull(fragment)
-    for fragment in range(3):
-        talk.serves(fragment, fragment, fragment=fragment)
-    result = talk.done()
-    assert result.versions == {0: version(0), 1: version(1), 2: version(2)}
-    names = [entry.name for entry in manifest.entries]
-    for name, tensor in result.tensors.items():
-        assert the_value(tensor) == plan[names.index(name)]
-
-
 def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     talk.client.timeout = 1.2
     talk.pulls()
     asked_for = 0
     while talk.stands:  # it retries until its timeout
-        with contextlib.suppress(AssertionError):
+        with suppress(AssertionError):
             talk.broker.control, asked, _ = talk.broker.hears_from(Control, patience=0.05)
             talk.broker.says(Result(asked.request, False, "The run has no model yet."))
             asked_for += 1

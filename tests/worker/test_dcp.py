@@ -40,16 +40,23 @@ def of_two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("worker", ["a", None])
-def test_process_reads_its_own_part_if_it_can(of_two: Path, worker: str | None) -> None:
-    found = saved_state(of_two, "diloco", worker, 1, 2)
-    assert equal(found, {"local_step": 18, "resume": state_of("a", 1, 2)})
-
-
-@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 3), (2, 3)])
-def test_another_number_of_processes_reads_all_parts(of_two: Path, rank: int, count: int) -> None:
-    found = saved_state(FileSystemReader(of_two), "diloco", "a", rank, count)
-    assert equal(found["resume"], {**state_of("a", 0, 2), **state_of("a", 1, 2)})
+@pytest.mark.parametrize(
+    ("worker", "rank", "count", "parts"),
+    [
+        ("a", 1, 2, [1]),
+        (None, 1, 2, [1]),
+        ("a", 0, 1, [0, 1]),
+        ("a", 0, 3, [0, 1]),
+        ("a", 2, 3, [0, 1]),
+    ],
+)
+def test_process_reads_its_own_part_or_those_of_another_number_of_processes(
+    of_two: Path, worker: str | None, rank: int, count: int, parts: list[int]
+) -> None:
+    wanted = {name: part for each in parts for name, part in state_of("a", each, 2).items()}
+    for place in (of_two, FileSystemReader(of_two)):
+        found = saved_state(place, "diloco", worker, rank, count)
+        assert equal(found, {"local_step": 18, "resume": wanted})
 
 
 def test_worker_of_one_process_reads_its_own_state(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_forced_boundary_ends_for_all_with_the_last_call() -> None:
 def test_leaving_worker_does_not_wait_for_others_of_its_thread() -> None:
     """It leaves within the test's time limit, far below that of a boundary, and its push counts."""
     one, other = ours = trainees(2)
-    with local(ours, sync_every=2, patience=20.0) as (run, hooks):
+    with local(ours, sync_every=2, patience=20.0) as (_, hooks):
         for _ in range(2):
             one.step()
         hooks[0].close()
@@ -122,24 +122,6 @@ def test_leaving_worker_does_not_wait_for_others_of_its_thread() -> None:
             other.step()
         assert hooks[1].sync_count == 1
         assert hooks[1].round == 1
-    assert not Path(run.server.removeprefix("ipc://")).exists()
-
-
-def test_each_worker_may_have_its_own_thread() -> None:
-    plan, steps, ours = Plan(4, strided(1)), 8, trainees(2)
-    with one_thread(), LocalRun(**EXACT, **options_of(plan)) as run:
-
-        def train(number: int) -> list[Any]:
-            each, history = ours[number], []
-            hook = DiLoCoWorker(each.model, each.optimizer, run.server, worker_id=f"w{number}")
-            with hook:
-                for _ in range(steps):
-                    each.step()
-                    history.append(state_of(each.model))
-            return history
-
-        got = Outcome(run.train(train), run.global_parameters())
-    assert_same(got, streaming(trainees(2), steps, plan), exact=True)
 
 
 def test_error_of_one_thread_is_raised_and_ends_the_others() -> None:

@@ -24,8 +24,8 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.session import Session
 from kit.process_kit import wait_for
-from kit.reference import State, one_thread, state_of
-from kit.whole_run import PATIENCE_S, adamw, batch, make_config, mlp, sgd
+from kit.reference import Outcome, State, one_thread, state_of
+from kit.whole_run import PATIENCE_S, adamw, assert_same, batch, make_config, mlp, sgd
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -40,13 +40,12 @@ def with_norm() -> nn.Module:
 
 @dataclass
 class Script:
-    """A user's program: it makes its model, and configures its worker."""
+    """A user's program."""
 
     worker: int
     broker: Broker
     make_model: MakeModel = mlp
     make_optimizer: MakeOptimizer = sgd
-    keywords: dict[str, Any] = field(default_factory=dict)
 
     def starts(self, saved: bytes | None = None) -> Incarnation:
         """A process of the script, from the beginning or from a checkpoint; not joined yet."""
@@ -54,8 +53,8 @@ class Script:
             torch.manual_seed(0)
             model = self.make_model()
         optimizer = self.make_optimizer(model)
-        keywords = {"worker_id": f"w{self.worker}", "timeout": PATIENCE_S / 2, **self.keywords}
-        hook = DiLoCoWorker(model, optimizer, server=self.broker.address, **keywords)
+        name, where = f"w{self.worker}", self.broker.address
+        hook = DiLoCoWorker(model, optimizer, where, worker_id=name, timeout=PATIENCE_S / 2)
         done = 0
         if saved is not None:
             with torch.no_grad():  # the checkpoint overwrites them
@@ -113,72 +112,43 @@ class Incarnation:
         wait_for(lambda: self.hook.worker_id not in members)
 
 
-Plot = Callable[[Script], dict[int, State]]  # runs a worker; returns its history
+Stop = tuple[int, int]  # after how many steps an incarnation saves, and after how many it dies
 
 
-def plain(steps: int) -> Plot:
-    """Train without an interruption."""
-
-    def plot(script: Script) -> dict[int, State]:
-        incarnation = script.starts()
-        with incarnation.hook:
-            incarnation.trains(steps)
-        return incarnation.history
-
-    return plot
-
-
-def interrupted(steps: int, *, saves_at: int, dies_at: int) -> Plot:
-    """An incarnation saves, trains on, and dies; the next one resumes from the saved state."""
-
-    def plot(script: Script) -> dict[int, State]:
-        incarnation = script.starts()
+def lives(script: Script, stop: Stop | None) -> list[State]:
+    """The state after each step of a worker; after a stop, the next incarnation resumes."""
+    incarnation, history = script.starts(), dict[int, State]()
+    if stop is not None:
+        saves_at, dies_at = stop
         incarnation.hook.start()
         incarnation.trains(saves_at)
-        saved = incarnation.saves()
+        saved, history = incarnation.saves(), dict(incarnation.history)
         incarnation.trains(dies_at - saves_at)
         incarnation.dies()
-        history = {step: state for step, state in incarnation.history.items() if step <= saves_at}
-        again = script.starts(saved)
-        with again.hook:
-            history[saves_at] = state_of(again.model)  # joining changed nothing
-            again.trains(steps - saves_at)
-        return history | again.history
-
-    return plot
+        incarnation = script.starts(saved)
+    with incarnation.hook:
+        if stop is not None:
+            history[saves_at] = state_of(incarnation.model)  # joining changed nothing
+        incarnation.trains(STEPS - incarnation.done)
+    return list((history | incarnation.history).values())
 
 
 @one_thread()
 def lived(
-    plots: list[Plot],
+    stops: list[Stop | None],
     *,
     make_model: MakeModel = mlp,
     make_optimizer: MakeOptimizer = sgd,
     **options: Any,
-) -> tuple[list[dict[int, State]], State]:
-    """Each worker's state after each step, and the global parameters at the end."""
-    config = make_config(workers=len(plots), **{"disconnect_grace": 0.05} | options)
+) -> Outcome:
+    """A run with one worker for each of these stops."""
+    config = make_config(workers=len(stops), **{"disconnect_grace": 0.05} | options)
     with Broker(config) as broker:
-        scripts = [Script(w, broker, make_model, make_optimizer) for w in range(len(plots))]
-        with ThreadPoolExecutor(len(plots)) as threads:
-            incarnations = [
-                threads.submit(plot, script) for plot, script in zip(plots, scripts, strict=True)
-            ]
-            histories = [incarnation.result(PATIENCE_S) for incarnation in incarnations]
+        scripts = [Script(w, broker, make_model, make_optimizer) for w in range(len(stops))]
+        with ThreadPoolExecutor(len(stops)) as threads:
+            histories = list(threads.map(lives, scripts, stops, timeout=PATIENCE_S))
         with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-            return histories, dict(client.pull().tensors)
-
-
-def assert_same_bits(
-    got: tuple[list[dict[int, State]], State], wanted: tuple[list[dict[int, State]], State]
-) -> None:
-    for worker, (ours, theirs) in enumerate(zip(got[0], wanted[0], strict=True)):
-        assert sorted(ours) == sorted(theirs)
-        for step, state in theirs.items():
-            for name, tensor in state.items():
-                where = f"{name} of worker {worker} after step {step}"
-                assert torch.equal(ours[step][name], tensor), where
-    assert all(torch.equal(got[1][name], tensor) for name, tensor in wanted[1].items())
+            return Outcome(histories, dict(client.pull().tensors))
 
 
 STEPS = 17
@@ -192,6 +162,8 @@ SOON = FRAGMENTS | {"fragment_sync_delay": 1}
 WHOLE = {"sync_every": 5}
 IN_ORDER = {"deterministic": True, "weight_by": "tokens"}
 ADAMW: dict[str, Any] = {"make_optimizer": adamw}
+NORM: dict[str, Any] = {"make_model": with_norm}
+QUANTIZED: dict[str, Any] = {"wire_dtype": "int4", "feedback_decay": 0.75}
 # Saved before the first boundary, right after it, in the second cycle.
 EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 
@@ -199,13 +171,15 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 @pytest.mark.parametrize(
     ("workers", "options", "saved_and_died"),
     [
-        (1, WHOLE | ADAMW | {"make_model": with_norm}, EARLY_OR_LATE),
+        (1, WHOLE | ADAMW | NORM, EARLY_OR_LATE),
         # Without a fixed order; two addends commute.
         (2, WHOLE | PAIR | ADAMW, [(8, 9)]),
         # A push is in flight at the checkpoint; the first incarnation merges it, and dies later.
         (1, SOON | ADAMW, [(3, 4), (6, 7)]),
-        (1, LATER | ADAMW | {"fragment_update_alpha": 0.25}, [(3, 5), (6, 8)]),
+        (1, LATER | ADAMW | NORM | {"fragment_update_alpha": 0.25}, [(3, 5), (6, 8)]),
         (1, SOON | ADAMW | {"fragment_merge": "rebase"}, [(3, 4), (6, 7)]),
+        # The second push of a fragment has a residual; the ledger decides whether it counted.
+        (1, LATER | QUANTIZED, [(9, 9), (9, 11)]),
         # Killed right after the freeze: the broker has some of it, nothing or all.
         (2, LATER | PAIR | IN_ORDER | {"fragment_update_alpha": 0.5}, [(3, 3), (6, 6)]),
         (1, {"mode": "async", "sync_every": 6}, [(3, 4), (8, 8)]),
@@ -213,13 +187,12 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
     ],
 )
 def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
-    workers: int, options: dict[str, Any], saved_and_died: list[tuple[int, int]]
+    workers: int, options: dict[str, Any], saved_and_died: list[Stop]
 ) -> None:
-    others = [plain(STEPS)] * (workers - 1)
-    wanted = lived([plain(STEPS), *others], **options)
-    for saves_at, dies_at in saved_and_died:
-        plot = interrupted(STEPS, saves_at=saves_at, dies_at=dies_at)
-        assert_same_bits(lived([plot, *others], **options), wanted)
+    others = [None] * (workers - 1)
+    wanted = lived([None, *others], **options)
+    for stop in saved_and_died:
+        assert_same(lived([stop, *others], **options), wanted, exact=True)
 
 
 def equal_states(model: nn.Module, tensors: Any) -> bool:
@@ -229,7 +202,7 @@ def equal_states(model: nn.Module, tensors: Any) -> bool:
 def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
     """Without momentum at the broker nothing is lost."""
     options: dict[str, Any] = {"sync_every": 5, "outer_momentum": 0.0, "disconnect_grace": 0.05}
-    wanted = lived([plain(STEPS)], **options)
+    wanted = lived([None], **options)
     with Broker(make_config(**options)) as broker:
         incarnation = Script(0, broker).starts()
         incarnation.hook.start()
@@ -244,8 +217,8 @@ def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
         with one_thread(), again.hook:
             assert observer.pull().version.counter == 1
             again.trains(STEPS - 7)
-        history = {step: s for step, s in incarnation.history.items() if step <= 7} | again.history
-        assert_same_bits(([history], dict(observer.pull().tensors)), wanted)
+        history = list((incarnation.history | again.history).values())
+        assert_same(Outcome([history], dict(observer.pull().tensors)), wanted, exact=True)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -1,6 +1,7 @@
 """What the broker's version means for a saved state, and which states are valid."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Bitmap, Counted, Ledger, Segment, UsageError, VersionId
-from diloco_protocol.messages import Error, Join, Push, Released
+from diloco_protocol import Bitmap, Counted, Ledger, UsageError, VersionId
+from diloco_protocol.messages import Error, Push, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival
 from diloco_worker.sync.fragment import TrainingBase, compared
+from kit.raw_codecs import decode, encode
 from kit.scripted_broker import RUN, ScriptedBroker, run_config, version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -51,36 +53,25 @@ def tensors_in(plain: Any) -> list[Tensor]:
     return [t for part in parts for t in tensors_in(part)] if isinstance(plain, dict | list) else []
 
 
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_state_is_a_copy_of_the_model(training: ScriptedTraining, is_loaded: bool) -> None:
-    worker = training.begins()
+def test_saved_and_loaded_states_are_copies_of_the_model(training: ScriptedTraining) -> None:
+    training.begins()
     training.steps(1)
-    state = worker.state_dict()
-    if is_loaded:
-        saved = training.saves()
-        state = saved[0]
-        training.resumes(saved, version(0))
-        training.says_current(0)
-        training.done()
-    (base,) = tensors_in(state)
-    assert base.dtype == torch.float32
-    assert base.numel() == sum(p.numel() for p in training.descent.model.parameters())
+    saved = training.saves()
+    training.resumes(saved, version(0))
+    training.says_current(0)
+    training.done()
+    bases = [*tensors_in(saved[0]), *tensors_in(training.worker.state_dict())]
+    for base in bases:
+        assert base.dtype == torch.float32
+        assert base.numel() == sum(p.numel() for p in training.descent.model.parameters())
     training.trains(H - 1)
-    if is_loaded:
-        training.says_current(0)
+    training.says_current(0)
     push, _ = training.takes()
     training.serves(1, 1, push)
     training.done()
     for counter in (2, 3):
         training.round(H, counter, counter)
-    assert set(base.tolist()) == {100}
-
-
-def test_unloaded_model_is_detected(training: ScriptedTraining, broker: ScriptedBroker) -> None:
-    training.begins()
-    training.steps(3)
-    is_refused(training, training.saves()[0], None, "load the model's own checkpoint")
-    broker.hears_nothing_of(Join, 0.1)
+    assert [set(base.tolist()) for base in bases] == [{100}] * 2
 
 
 def is_refused(
@@ -93,27 +84,23 @@ def is_refused(
         again.start()
 
 
-def with_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+@pytest.mark.parametrize("wire", ["fp32", "int4"])
+def test_push_in_flight_is_saved_with_its_buffers(training: ScriptedTraining, wire: str) -> None:
+    def with_norm() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
-
-def test_push_in_flight_keeps_its_buffers(training: ScriptedTraining) -> None:
-    training.begins(with_norm(), config={"fragment_sync_delay": 2})
-    mean = torch.tensor([1.0, 2.0, 3.0])
-    training.descent.model.get_buffer("1.running_mean").copy_(mean)
+    training.begins(with_norm(), config={"fragment_sync_delay": 2, "wire_dtype": wire})
+    mean = training.descent.model.get_buffer("1.running_mean")
+    mean.copy_(torch.tensor([1.0, 2.0, 3.0]))
     training.steps(H + 1)
     _, sent = training.broker.takes_push()
-    state, tensors = training.saves()
-    in_flight = state["resume"]["fragments"][0]["flight"]
-    assert in_flight["buffers"] == "values"
-    assert torch.equal(in_flight["wire"]["buffers"][:3], mean)
-    training.resumes((state, tensors), version(0), model=with_norm())
+    training.resumes(training.saves(), version(0), model=with_norm())
     training.says_current(0)
     training.done()
     training.says_current(0)
-    push, delta = training.broker.takes_push()
-    assert push.buffers == "values"
-    assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
+    _, again = training.broker.takes_push()
+    for segment, vector in sent.vectors.items():
+        assert torch.equal(again.vectors[segment], vector)
 
 
 class Kinds(nn.Module):
@@ -224,6 +211,26 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
     state = training.saves()[0]
     with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
         training.makes(nn.Linear(3, 5)).load_state_dict(state)
+
+
+def test_unquantized_codec_drops_the_residual(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    training.begins(config={"wire_dtype": "int4"})
+    training.round(H, 1)
+    sent = []
+    for counter, wire in ((2, "bf16"), (3, "int4")):
+        broker.config = replace(broker.config, wire_dtype=wire)
+        training.resumes(training.saves(), version(counter - 1))
+        training.says_current(counter - 1)
+        training.done()
+        training.trains(H)
+        training.says_current(counter - 1)
+        push, delta = training.takes()
+        training.serves(100, counter, push)
+        training.done()
+        sent.append(delta)
+    assert sent == [H, decode(encode([H] * 4, "int4"), "int4", 4)[0]]
 
 
 UNAUTHENTICATED = 0xABC  # an unknown push

@@ -103,18 +103,6 @@ def test_signal_ends_a_script_through_its_with_and_notifies_the_broker(
     assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
-def test_sigterm_with_the_exit_option_ends_the_script_within_a_step() -> None:
-    each, options = an_mlp(0), {"handle_signals": "exit"}
-    with (
-        serving() as broker,
-        DiLoCoWorker(each.model, each.optimizer, broker.address, options=options),
-    ):
-        each.step()
-        with pytest.raises(SystemExit) as ended:
-            signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == EXIT_CODE
-
-
 def test_sigterm_ends_a_worker_that_waits_for_its_last_push(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -43,10 +43,6 @@ class Accelerated(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.sync_gradients:
-            self.optimizer.zero_grad(set_to_none)
-
     def step(self, closure: Any = None) -> Any:
         if self.sync_gradients:  # else gradients are only accumulated
             self.optimizer.step(closure)
@@ -56,7 +52,6 @@ def trains(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
     for _ in range(steps):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import zstandard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco_broker.tensors.outer.chunked import Nesterov
@@ -45,6 +45,8 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @pytest.mark.parametrize("wire", QUANTIZED)
+@example([HUGE, -HUGE] * 128)
+@example([-HUGE, HUGE * 0.62] * 128)
 @given(st.lists(floats | st.sampled_from([TINY, -TINY, HUGE, -HUGE]), min_size=1, max_size=600))
 def test_values_of_any_size_have_the_documented_bytes(wire: str, values: list[float]) -> None:
     given_ = torch.tensor(values, dtype=torch.float32)
@@ -65,23 +67,6 @@ def test_int4z_reads_as_in_plain_python_but_for_values_between_two_steps(element
     theirs = torch.tensor(decode(encode(values.tolist(), "int4z"), "int4z", elements))
     found = read(sent(values, "int4z"), "int4z", elements)
     assert torch.isclose(found, theirs, rtol=1e-2, atol=0).float().mean() > 0.99
-
-
-@pytest.mark.parametrize(("wire", "largest"), [("int8", 127), ("int4", 7)])
-def test_error_is_half_a_step_at_most(wire: str, largest: int) -> None:
-    """Scales are rounded up, so the largest value is not cut."""
-    values = torch.randn(64, 256) * torch.logspace(-20, 20, 64)[:, None]
-    found = read(sent(values.reshape(-1), wire), wire, values.numel()).view_as(values)
-    step = values.abs().amax(1, keepdim=True) / largest * (1 + 2**-7)
-    assert ((found - values).abs() <= step / 2).all()
-
-
-@pytest.mark.parametrize("wire", QUANTIZED)
-@pytest.mark.parametrize("part", [1.0, 0.99, 0.62, 0.4, 0.1])
-def test_largest_values_of_fp32_stay_finite(wire: str, part: float) -> None:
-    values = torch.full((256,), HUGE * part)
-    values[::3] = -HUGE
-    assert torch.isfinite(read(sent(values, wire), wire, 256)).all()
 
 
 def test_normal_values_take_the_documented_number_of_bits() -> None:

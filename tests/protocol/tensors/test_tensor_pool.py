@@ -17,15 +17,6 @@ def places(pool: TensorPool, count: int) -> set[int]:
     return {each.data_ptr() for each in taken}
 
 
-def test_memory_is_used_again_when_its_tensor_is_gone() -> None:
-    pool = TensorPool()
-    first = places(pool, 5)
-    assert len(first) == 5
-    for _ in range(20):
-        assert places(pool, 5) == first
-    assert pool.mapped_bytes == 5 * SMALLEST
-
-
 def test_view_or_frame_that_is_still_read_keeps_its_memory() -> None:
     pool = TensorPool()
     for keep in (lambda t: t[3:5], as_bytes, lambda t: t.view(torch.uint8).numpy()):

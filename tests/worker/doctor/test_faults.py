@@ -1,10 +1,8 @@
 """The doctor reports each fault as a sentence, with its own exit code."""
 
-import contextlib
 import json
 import shlex
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +22,7 @@ from diloco_tools.plan.cli import app as planner
 from diloco_worker.cli.app import app
 from diloco_worker.doctor.examination import Fault
 from kit.keyed_broker import file_of, forged, key, written
+from kit.other_servers import other_server
 from kit.process_kit import LOCAL
 
 pytest_plugins = ("kit.key_fixtures",)
@@ -61,27 +60,6 @@ def finds(fault: Fault, sentence: str, server: str, *options: object) -> dict[st
 def test_of_several_addresses_the_first_that_answers_is_examined(broker: Broker) -> None:
     told = doctor(f"tcp://127.0.0.1:1,{broker.address}")
     assert (told["server"], told["wrong"]) == (broker.address, [])
-
-
-@contextlib.contextmanager
-def listener(says: bytes) -> Iterator[str]:
-    """A server that is not a broker; it sends these bytes to each connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = threading.Event()
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(says)
-                ends.wait(30)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.getsockname()[1]}"
-        finally:
-            ends.set()
-            thread.join(10)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +123,7 @@ def test_port_without_a_listener_is_reported() -> None:
     ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "sent no greeting")]
 )
 def test_other_server_is_not_taken_for_a_broker(says: bytes, how: str) -> None:
-    with listener(says) as address:
+    with other_server(says) as address:
         finds(Fault.NOT_A_BROKER, how, address)
 
 

@@ -1,18 +1,15 @@
 """The rate that the doctor measures is about that of the link."""
 
 from collections import deque
+from itertools import product
 from typing import Any
 
 import pytest
 
-from diloco_broker import Broker, BrokerConfig
-from diloco_lab.bench.link import SlowProxy
 from diloco_protocol.messages import Probe
 from diloco_worker.doctor import line
-from diloco_worker.doctor.examination import examine
 from kit.process_kit import PATIENCE_S
 
-BIND: dict[str, Any] = {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*", "workers": 1}
 RATE, DELAY_S = 4e6, 0.02  # bytes a second, seconds each way
 HEADER = 40  # approximate bytes of a probe without its buffer
 
@@ -50,8 +47,9 @@ class Line:
         return probe, None
 
 
-@pytest.mark.parametrize("rate", [1e5, RATE, 3e7])
-@pytest.mark.parametrize("delay_s", [0.0001, DELAY_S])
+@pytest.mark.parametrize(
+    ("rate", "delay_s"), [*product([1e5, RATE, 3e7], [0.0001, DELAY_S]), (125e6, 0.01)]
+)
 def test_rate_is_that_of_link(monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float) -> None:
     for measure in (line.rate_up, line.rate_down):
         made: Any = Line(rate, delay_s)
@@ -63,14 +61,6 @@ def test_rate_is_that_of_link(monkeypatch: pytest.MonkeyPatch, rate: float, dela
         assert not found.is_at_least
 
 
-def test_rate_of_a_saturated_fast_link_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = Line(125e6, 0.01)
-    monkeypatch.setattr(line, "time", made)
-    found = line.rate_up(made, line.round_trips(made, PATIENCE_S))
-    assert found.bytes_per_s == pytest.approx(125e6, rel=0.1)
-    assert not found.is_at_least
-
-
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
 def test_rate_of_an_idle_link_is_a_bound(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
     for measure in (line.rate_up, line.rate_down):
@@ -79,16 +69,6 @@ def test_rate_of_an_idle_link_is_a_bound(monkeypatch: pytest.MonkeyPatch, delay_
         found = measure(made, line.round_trips(made, PATIENCE_S))
         assert found.bytes_per_s <= 125e6
         assert found.is_at_least
-
-
-@pytest.mark.slow
-def test_real_link_is_measured() -> None:
-    """A busy machine may use little of its link, so no rate is too low."""
-    with Broker(BrokerConfig(**BIND)) as broker, SlowProxy(broker.address, RATE, DELAY_S) as slow:
-        findings = examine(slow.address, None, PATIENCE_S)
-    assert not findings.wrong and findings.trips and findings.up and findings.down
-    assert findings.trips.median >= 2 * DELAY_S
-    assert max(each.bytes_per_s for each in (findings.up, findings.down)) < 10 * RATE
 
 
 def test_few_answers_are_enough_and_a_pause_changes_nothing() -> None:

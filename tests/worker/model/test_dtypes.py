@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
 
-from diloco_broker import Broker
 from diloco_protocol.messages import Push
 from diloco_worker.model.flat_state import FlatState
 from kit.process_kit import wait_for
-from kit.reference import Trainee
 from kit.scripted_broker import ScriptedBroker, changed, run_config, version
 from kit.scripted_training import ScriptedTraining
-from kit.whole_run import make_config, run
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -95,38 +91,3 @@ def test_dropped_push_leaves_no_rounding_behind(
     training.trains(3)
     assert training.takes()[1] == 0
     training.done()
-
-
-class Nudge(nn.Module):
-    """One value, at 1."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(8, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "merge"), [*((each, "alpha") for each in DTYPES), (torch.bfloat16, "rebase")], ids=str
-)
-def test_progress_below_half_an_ulp_adds_up_in_the_run(dtype: torch.dtype, merge: str) -> None:
-    """In each round one of four workers moves by an ulp of bf16: a quarter of one for all of them."""
-    ulp, rounds = 2.0**-7, 12
-
-    def trainee(worker: int) -> Trainee:
-        model, number = Nudge(dtype), 0
-        optimizer = SGD(model.parameters(), lr=1.0)
-
-        def step() -> None:
-            nonlocal number
-            moves = number % 4 == worker
-            model.value.grad = torch.full_like(model.value, -ulp if moves else 0.0)
-            number += 1
-            optimizer.step()
-
-        return Trainee(model, optimizer, step)
-
-    rule = {"outer_lr": 1.0, "outer_momentum": 0.0, "fragment_merge": merge}
-    config = make_config(workers=4, sync_every=1, **rule)
-    with Broker(config) as broker:
-        got = run(broker, [trainee(worker) for worker in range(4)], rounds)
-    assert torch.equal(got.final["value"], torch.full((8,), 1 + rounds * ulp / 4))

@@ -29,20 +29,19 @@ def test_process_takes_its_own_among_those_of_all_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [saved(2, 3, counter=3), saved(2, 3), saved(1, 2)],
-    ids=["of a larger group earlier", "of a larger group", "twice"],
+    ("others", "words"),
+    [
+        # What an earlier group has left would be counted twice.
+        ([saved(1, 2), saved(2, 3, counter=3)], "of different moments"),
+        ([saved(1, 2), saved(2, 3)], "of different moments"),
+        ([saved(1, 2), saved(1, 2)], "of different moments"),
+        ([saved(1, 2, counter=6)], "of different moments"),
+        ([saved(0, 2)], "process 1"),
+    ],
 )
-def test_state_left_by_an_earlier_group_is_ignored(other: dict[str, Any]) -> None:
-    """It would be counted twice."""
+def test_states_that_do_not_belong_together_are_refused(
+    others: list[dict[str, Any]], words: str
+) -> None:
     for rank in (0, 1):
-        with pytest.raises(UsageError, match="of different moments"):
-            goes_on([saved(0, 2), saved(1, 2), other], rank)
-
-
-def test_states_of_different_moments_are_refused() -> None:
-    for rank in (0, 1):
-        with pytest.raises(UsageError, match="of different moments"):
-            goes_on([saved(0, 2), saved(1, 2, counter=6)], rank)
-        with pytest.raises(UsageError, match="process 1"):
-            goes_on([saved(0, 2), saved(0, 2)], rank)
+        with pytest.raises(UsageError, match=words):
+            goes_on([saved(0, 2), *others], rank)

@@ -13,13 +13,10 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_worker.model.model_manifest import manifest_of
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.wrappers import named_tensors
-from kit.reference import Plan, streaming
-from kit.whole_run import an_mlp, make_config, mlp, options_of, run, sgd, strided, trainee, trainees
 
 
 @pytest.fixture(autouse=True)
@@ -88,22 +85,6 @@ def test_wrapped_model_is_the_one_without_wrappers(wrap: Callable[[nn.Module], n
     of_torch = {fqn: id(each) for name, each in parameters for fqn in _get_fqns(wrapped, name)}
     ours = {n.name: id(n.tensor) for n in named_tensors(wrapped) if n.is_parameter}
     assert ours == of_torch, "the names of torch's own checkpoints"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["all", "fsdp1 outside"])
-def test_wrapped_and_plain_workers_share_a_run(how: str) -> None:
-    plan, steps = Plan(4, strided(1)), 9
-    torch.manual_seed(0)
-    wrapped = WRAPPERS[how](mlp())
-    workers = [trainee(wrapped, sgd(wrapped), 0), an_mlp(1)]
-    with Broker(make_config(workers=2, deterministic=True, **options_of(plan))) as broker:
-        run(broker, workers, steps)
-    expected = streaming(trainees(2), steps, plan)
-    for worker, each in enumerate(workers):
-        ours = {n.name: n.tensor for n in named_tensors(each.model)}
-        for name, value in expected.histories[worker][-1].items():
-            assert torch.equal(ours[name], value), name
 
 
 def test_part_of_a_model_may_have_a_wrappers_name() -> None:

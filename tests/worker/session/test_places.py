@@ -3,10 +3,11 @@
 import pytest
 
 from diloco_protocol import Code
-from diloco_protocol.messages import Error, Join, Leave, Notice, Push, Vote, Welcome
+from diloco_protocol.messages import Error, Join, Leave, Notice, Vote, Welcome
 from diloco_worker.session.connection import (
     CONNECT_PATIENCE_S,
     FIRST_BACKOFF_S,
+    JOIN_PATIENCE_S,
     LONGEST_PAUSE_S,
     RETRY_S,
     SAFETY,
@@ -18,12 +19,11 @@ from diloco_worker.session.events import (
     Disconnected,
     LockedOut,
     Observe,
-    Offer,
     Received,
     Unreached,
 )
 from diloco_worker.session.session import Session
-from kit.session_harness import CONFIG, FROZEN, Desk, desk, gradient, version
+from kit.session_harness import CONFIG, Desk, desk, version
 
 STANDBY = Error(Code.STANDBY, "This is a standby.", retry=True, about="join")
 
@@ -45,28 +45,18 @@ def turns_to(made: Desk) -> list[int]:
     return opened(made)
 
 
-def joined_at(made: Desk, place: int) -> Desk:
-    for _ in range(place):
-        made.happens(Unreached())
-        made.passes(0.0)
-    assert opened(made) == [place]
-    made.connects().is_welcomed(version(3))
-    return made
-
-
-def test_silent_address_is_left_after_a_bounded_time(made: Desk) -> None:
-    assert made.session.wakes_at() == made.now + CONNECT_PATIENCE_S
-    made.passes(CONNECT_PATIENCE_S - 0.1)
+@pytest.mark.parametrize(
+    ("connects", "patience"), [(False, CONNECT_PATIENCE_S), (True, JOIN_PATIENCE_S)]
+)
+def test_silent_address_is_left_after_a_bounded_time(
+    made: Desk, connects: bool, patience: float
+) -> None:
+    if connects:
+        made.connects()
+    assert made.session.wakes_at() == made.now + patience
+    made.passes(patience - 0.1)
     assert not made.all(Close)
     made.passes(0.1)
-    assert turns_to(made) == [1]
-
-
-def test_unanswered_join_moves_to_the_next_address(made: Desk) -> None:
-    made.connects()
-    wakes_at = made.session.wakes_at()
-    assert wakes_at is not None
-    made.passes(wakes_at - made.now)
     assert turns_to(made) == [1]
 
 
@@ -84,17 +74,10 @@ def test_worker_stays_at_a_broker_that_waits_for_a_model(made: Desk) -> None:
     assert made.sent(Join) and not made.all(Open)
 
 
-def test_worker_stays_where_it_is_welcomed(made: Desk) -> None:
-    joined_at(made, 1)
-    for _ in range(20):
-        made.passes(1.0)
-        assert not made.all(Open)
-        made.hears()
-        made.session.connection.last_heard = made.now
-
-
 def test_lost_broker_is_sought_at_its_address_then_at_the_others_in_order(made: Desk) -> None:
-    joined_at(made, 1)
+    made.happens(Unreached())
+    assert turns_to(made) == [1]
+    made.connects().is_welcomed(version(3))
     made.happens(Disconnected("It broke."))
     made.passes(FIRST_BACKOFF_S)
     assert opened(made) == [1]
@@ -133,23 +116,6 @@ def test_answering_standby_and_silent_hub_cause_no_busy_loop(made: Desk) -> None
         assert wakes_at is not None and wakes_at > made.now
         made.passes(wakes_at - made.now)
         assert opened(made) == [0]
-
-
-def test_push_in_flight_is_offered_where_the_worker_is_welcomed(made: Desk) -> None:
-    joined_at(made, 0)
-    made.receives(version(3))
-    made.receives(version(0), fragment=FROZEN, chunks=1)
-    made.happens(Offer(gradient(push_id=5, base=3)))
-    made.happens(Disconnected("It broke."))
-    made.passes(FIRST_BACKOFF_S)
-    made.happens(Unreached())
-    made.passes(0.0)
-    made.connects()
-    (join,) = made.sent(Join)
-    assert join.versions[0] == version(3)
-    made.is_welcomed(version(3))
-    (push,) = made.sent(Push)
-    assert (push.push_id, push.base) == (5, version(3))
 
 
 def test_key_rejected_everywhere_is_final_and_one_accepted_once_is_not(made: Desk) -> None:

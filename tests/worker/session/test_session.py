@@ -119,6 +119,18 @@ def test_reconnects_back_off(fresh: Desk) -> None:
     assert waits[-1] == pytest.approx(LONGEST_BACKOFF_S)
 
 
+UNSOUND: list[tuple[str, Any]] = [
+    ("chunk_elements", 0),
+    ("chunk_elements", 1),  # too small to track those of a large model
+    ("chunk_elements", 2**40),
+    ("fragment_update_alpha", float("nan")),
+    ("fragment_update_alpha", -3.0),
+    ("wire_dtype", "fp4"),
+    ("reply_dtype", ""),
+    ("weight_by", "__class__"),
+]
+
+
 @pytest.mark.parametrize(
     ("interval", "config", "words"),
     [
@@ -127,11 +139,12 @@ def test_reconnects_back_off(fresh: Desk) -> None:
         (None, RunConfig("gossip", 5), "mode 'gossip'"),
         (None, RunConfig("sync", 5, fragment_merge="sum"), "merges by 'sum'"),
         (None, RunConfig("sync", 3, num_fragments=4), "sync_every is 3 and the run has 4"),
-        (None, RunConfig("sync", 5, num_fragments=2), "0 numbers for 2 tensors"),
+        (None, RunConfig("sync", 5, num_fragments=2), "0 numbers for 1 tensors"),
+        *((None, replace(CONFIG, **{name: value}), f"has {name}") for name, value in UNSOUND),
     ],
 )
 def test_incompatible_run_is_refused(interval: float | None, config: RunConfig, words: str) -> None:
-    made = desk(interval).connects().is_welcomed(version(0), config=config)
+    made = desk(interval, a_manifest(1_000_000)).connects().is_welcomed(version(0), config=config)
     (refusal,) = made.all(JoinRefused)
     assert words in refusal.text
     assert refusal.final
@@ -356,27 +369,6 @@ def test_another_branch_is_logged(ready: Desk, theirs: VersionId, is_another_bra
     for say in told:
         assert say.trouble
         assert f"{version(4)}, and the broker goes on from {theirs}" in say.text
-
-
-@pytest.mark.parametrize(
-    "unsound",
-    [
-        {"chunk_elements": 0},
-        {"chunk_elements": 1},  # too small to track those of a large model
-        {"chunk_elements": 2**40},
-        {"fragment_update_alpha": float("nan")},
-        {"fragment_update_alpha": -3.0},
-        {"wire_dtype": "fp4"},
-        {"reply_dtype": ""},
-        {"weight_by": "__class__"},
-    ],
-)
-def test_invalid_terms_are_refused_with_the_value(unsound: dict[str, Any]) -> None:
-    made = desk(manifest=a_manifest(1_000_000)).connects()
-    made.is_welcomed(version(0), config=replace(CONFIG, **unsound))
-    (refusal,) = made.all(JoinRefused)
-    (name,) = unsound
-    assert refusal.final and f"The run has {name}" in refusal.text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """A data connection that died silently, while heartbeats are answered."""
 
-import pytest
-import torch
-
-from diloco_broker import Broker
 from diloco_protocol.description import describe, seconds_for
 from diloco_protocol.messages import Ack, Chunk, Describe, Grant, Notice, Push, Released, Standing
 from diloco_worker.session.connection import (
@@ -14,10 +10,7 @@ from diloco_worker.session.connection import (
 from diloco_worker.session.effects import Close
 from diloco_worker.session.events import Offer, RequestVersion
 from kit.core_harness import layered
-from kit.proxy import ForgettingProxy
-from kit.reference import state_of
 from kit.session_harness import CHUNKS, Desk, desk, gradient, version, whole
-from kit.whole_run import make_config, run, trainees
 
 
 def lives_on(made: Desk, seconds: float) -> bool:
@@ -81,27 +74,6 @@ def test_patience_grows_until_data_arrives(ready: Desk) -> None:
     ready.hears(Ack(77, 0, (0,)))
     assert lives_on(ready, BULK_PATIENCE_S - 5)
     assert not lives_on(ready, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_run_survives_a_forgotten_connection(up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From some chunk on all bytes of that connection are dropped; nothing is closed."""
-    monkeypatch.setattr("diloco_worker.session.connection.BULK_PATIENCE_S", 0.5)
-    steps = 6
-    outcomes = []
-    for forgets in (False, True):
-        made = trainees(2)
-        config = make_config(workers=2, sync_every=2, deterministic=True)
-        with (
-            Broker(config, state_of(made[0].model)) as broker,
-            ForgettingProxy(broker.address, up, 9 if forgets else 10**9) as proxy,
-        ):
-            outcomes.append(run(broker, made, steps, server=proxy.address))
-            assert proxy.has_forgotten.is_set() == forgets
-    calm, got = outcomes
-    for name, tensor in calm.final.items():
-        assert torch.equal(got.final[name], tensor)
 
 
 def test_describing_a_model_may_take_as_long_as_a_slow_link_needs() -> None:

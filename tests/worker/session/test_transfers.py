@@ -364,24 +364,6 @@ def test_nonexistent_chunk_is_logged(fresh: Desk, chunk: Chunk) -> None:
     assert not fresh.all(StoreChunk)
 
 
-@pytest.mark.parametrize(
-    ("held", "theirs", "pulls"),
-    [
-        (0, [version(6)], [(0, -1)]),
-        (0, [version(6), version(6, tag=99)], [(0, -1)]),  # frozen parameters come once
-        (6, [version(2)], []),  # it is behind, and may request the held one
-    ],
-)
-def test_newer_version_is_requested_after_a_reconnect(
-    ready: Desk, held: int, theirs: list[VersionId], pulls: list[tuple[int, int]]
-) -> None:
-    ready.holds(version(held))
-    ready.breaks().is_welcomed(*theirs)
-    assert [(pull.fragment, pull.after) for pull in ready.sent(Pull)] == pulls
-    ready.hears(Chunk(0, 0, version=version(9)))
-    assert len(ready.all(StoreChunk)) == len(pulls), "an unrequested chunk is dropped"
-
-
 def at_version(made: Desk, counter: int) -> Desk:
     """It has received this version and holds it."""
     made.happens(RequestVersion(0))
@@ -390,35 +372,47 @@ def at_version(made: Desk, counter: int) -> Desk:
     return made
 
 
-@pytest.mark.parametrize("first", ["push", "welcome"])
-def test_push_at_a_restored_broker_requests_its_next_version(ready: Desk, first: str) -> None:
-    at_version(ready, 6)
-    if first == "push":
-        ready.happens(Offer(gradient(base=6)))
-    ready.breaks().is_welcomed(version(2, tag=99))
-    if first == "welcome":
-        ready.happens(Offer(gradient(base=6)))
-    assert [pull.after for pull in ready.sent(Pull)] == [2]
+OFFER, RESTORED = Offer(gradient(base=6)), version(2, tag=99)
+
+
+@pytest.mark.parametrize(
+    ("held", "before", "theirs", "after", "pulls"),
+    [
+        (0, [], [version(6)], [], [-1]),
+        (0, [], [version(6), version(6, tag=99)], [], [-1]),  # frozen parameters come once
+        (6, [], [version(2)], [], []),  # it is behind, and may request the held one
+        (6, [OFFER], [RESTORED], [], [2]),
+        (6, [], [RESTORED], [OFFER], [2]),
+        (6, [OFFER], [], [], [-1]),  # it has nothing at all
+        (6, [], [RESTORED], [RequestVersion(0)], [-1]),  # its newest version is wanted
+    ],
+)
+def test_missing_version_is_requested_after_a_reconnect(
+    ready: Desk,
+    held: int,
+    before: list[Event],
+    theirs: list[VersionId],
+    after: list[Event],
+    pulls: list[int],
+) -> None:
+    at_version(ready, held).happens(*before)
+    ready.breaks().is_welcomed(*theirs)
+    if after:
+        ready.happens(*after)
+    assert [(pull.fragment, pull.after) for pull in ready.sent(Pull)] == [(0, at) for at in pulls]
+    ready.hears(Chunk(0, 0, version=version(9)))
+    assert len(ready.all(StoreChunk)) == len(pulls), "an unrequested chunk is dropped"
+
+
+def test_push_at_a_restored_broker_waits_for_a_version_with_it(ready: Desk) -> None:
+    at_version(ready, 6).happens(OFFER)
+    ready.breaks().is_welcomed(RESTORED)
     ready.receives(version(3, tag=98), whole(76))
     assert [pull.after for pull in ready.sent(Pull)] == [3], "it lacks the push"
     ready.receives(version(4, tag=97), whole(77))
     assert ready.all(Deliver)[0].counted == 77
     ready.happens(Offer(gradient(78, base=4)))
     assert [pull.after for pull in ready.sent(Pull)] == [4]
-
-
-@pytest.mark.parametrize(
-    ("event", "theirs"), [(Offer(gradient(base=6)), []), (RequestVersion(0), [version(2, tag=99)])]
-)
-def test_restored_broker_may_send_any(ready: Desk, event: Event, theirs: list[VersionId]) -> None:
-    """It has nothing at all, or its newest version is wanted."""
-    at_version(ready, 6)
-    if not theirs:
-        ready.happens(event)
-    ready.breaks().is_welcomed(*theirs)
-    if theirs:
-        ready.happens(event)
-    assert [pull.after for pull in ready.sent(Pull)] == [-1]
 
 
 def test_version_that_counted_the_push_while_disconnected_is_requested(ready: Desk) -> None:

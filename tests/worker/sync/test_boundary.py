@@ -117,22 +117,19 @@ def test_wait_polls_again_when_silence_would_end_it() -> None:
     assert seconds == 15.0
 
 
-def test_reply_is_merged_at_its_apply_point() -> None:
+@pytest.mark.parametrize("newer", [None, 5])
+def test_counted_delta_is_merged_once_at_its_apply_point(newer: int | None) -> None:
     training = trainer(fragment_sync_delay=2).steps(H)
     assert not training.waits()
     training.receives(1, counted=training.pushes[0]).steps(1)
     assert training.outcomes == []
+    if newer is not None:
+        training.receives(newer)
     training.steps(1)
     assert training.outcomes == ["counted"]
-    assert (training.metrics.merge_delay, training.metrics.late_merges) == (2, 0)
-
-
-def test_counted_delta_is_kept_when_a_newer_version_arrives() -> None:
-    training = trainer(fragment_sync_delay=2).steps(H)
-    training.receives(1, counted=training.pushes[0]).steps(1)
-    training.receives(5).steps(1)
-    assert training.outcomes == ["counted"]
-    assert (training.state.fragments[0].version, training.metrics.pushes) == (version(5), 1)
+    assert training.state.fragments[0].version == version(newer or 1)
+    metrics = training.metrics
+    assert (metrics.pushes, metrics.merge_delay, metrics.late_merges) == (1, 2, 0)
 
 
 def test_version_without_a_push_in_flight_moves_the_model() -> None:
@@ -301,6 +298,10 @@ def test_interrupted_process_waits_only_for_its_upload(where: str) -> None:
     assert training.waited[-1] <= HASTY_S
     training.changes(**{where: frozenset({in_flight.push_id})})
     assert not training.waits()
+
+
+def test_leaving_worker_does_not_wait_for_a_run_that_is_over() -> None:
+    assert not leaving().changes(over="The run is over.").waits()
 
 
 def resumed(known: Ledger, in_flight: InFlight | None, *, arrives: dict[str, Any]) -> Trainer:

@@ -102,12 +102,6 @@ def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> N
     assert all(turns.may_wait(fragment) for fragment in range(3))
 
 
-def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
-    assert after("push", fragments=1).turn() is TurnState.BUSY
-    with pytest.raises(AssertionError, match="no second delta"):
-        after("push, push", fragments=1)
-
-
 @pytest.mark.parametrize(
     ("fragments", "story", "cursor"),
     [
@@ -151,6 +145,7 @@ def test_cursor_skips_no_round_that_may_need_us(fragments: int, story: str, curs
 @pytest.mark.parametrize(
     ("fragments", "story", "turn"),
     [
+        (1, "push", TurnState.BUSY),
         (3, "push, deferred 0 3, push, push, granted 1 new 1", TurnState.TAKEN),
         (
             3,

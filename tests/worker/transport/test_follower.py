@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from diloco_worker.session.effects import SendChunk
 from diloco_worker.transport.between_ranks import Followers, LeaderConnection
 from diloco_worker.transport.link import Link
 
+E = TypeVar("E", bound=events.Event)
 PATIENCE_S = 10.0
 CHUNK = 300
 VERSION = VersionId("run", 1, 7)
@@ -85,7 +86,7 @@ class Scene:
             self.followers.socket.poll(20)
             self.heard += self.followers.receive()
 
-    def hears(self, kind: type[events.Event]) -> events.Event:
+    def hears(self, kind: type[E]) -> E:
         self.until(lambda: any(isinstance(each, kind) for each in self.heard))
         (found,) = [each for each in self.heard if isinstance(each, kind)]
         return found
@@ -115,7 +116,7 @@ def test_malformed_message_reopens_the_link(scene: Scene, index: int, size: int,
     for _ in range(3):
         scene.says(route, index, bytes(size))
     broken = scene.hears(events.Disconnected)
-    assert isinstance(broken, events.Disconnected) and why in broken.reason
+    assert why in broken.reason
     scene.followers.close_all()
     scene.heard.clear()
     route = scene.opens("fp32")
@@ -153,7 +154,7 @@ def test_error_costs_a_rank_its_connection(scene: Scene, monkeypatch: pytest.Mon
     monkeypatch.setattr(scene.link.buffers, "store", fail_once)
     scene.says(scene.opens("fp32"), 0, bytes(4 * CHUNK))
     broken = scene.hears(events.Disconnected)
-    assert isinstance(broken, events.Disconnected) and "no room" in broken.reason
+    assert "no room" in broken.reason
     assert scene.link.last_error is not None and "no room" in scene.link.last_error
     scene.followers.close_all()
     scene.says(scene.opens("fp32"), 0, bytes(4 * CHUNK))

@@ -3,19 +3,16 @@
 One thread drives all workers, so that the order in which pseudo-gradients are applied is known.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient
 from kit.reference import (
-    ByTorch,
     DelayedNesterov,
     GlobalModel,
     MakeOuter,
@@ -147,24 +144,6 @@ def test_fragments_have_a_buffer_and_a_staleness_each() -> None:
     with Broker(make_config(mode="async", workers=WORKERS, num_fragments=2, **weighted)) as broker:
         ages = drive(broker, alternating(2), NORMED, delayed, normed, poly)
     assert max(ages) >= 2
-
-
-def gated(staleness: int) -> float:
-    """CGAD with a = 0.3 and a cutoff of 4 versions."""
-    gate = (1 + math.cos(math.pi * staleness / 4)) / 2 if staleness < 4 else 0.0
-    return gate * math.exp(-0.3 * staleness)
-
-
-def test_stale_pushes_count_less_in_the_moments_of_adam() -> None:
-    def adam(_: int) -> ByTorch:
-        betas = (MU, 0.95)
-        return ByTorch(lambda p: Adam(p.values(), lr=LR / WORKERS, betas=betas, eps=0.1))
-
-    cgad: dict[str, Any] = {"outer": "cgad", "cgad_decay": 0.3, "cgad_cutoff": 4, **RATES}
-    fragments = [[name for part in NORMED for name in part]]
-    with Broker(make_config(mode="async", workers=WORKERS, **cgad)) as broker:
-        ages = drive(broker, alternating(1), fragments, adam, normed, gated)
-    assert 0 in ages and max(ages) >= 4
 
 
 def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:

@@ -26,7 +26,6 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, found, load
 from diloco_broker.storage.folder_lock import LOCK, FolderLock
-from diloco_protocol import UsageError
 from diloco_protocol.version import VersionId
 from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
 from kit import process_kit
@@ -431,16 +430,6 @@ def test_audit_log_has_no_wrong_line_after_a_full_disk(
     rounds = [line["round"] for line in lines if line["pushes"]]
     assert rounds[:2] == [0, 1]
     assert rounds[-3:] == [4, 5, 0]
-
-
-def test_folder_is_locked_until_its_broker_is_killed(processes: Processes, tmp_path: Path) -> None:
-    broker = processes.broker(save_dir=str(tmp_path))
-    broker.address()
-    config = BrokerConfig(save_dir=str(tmp_path), **LOCAL)
-    with pytest.raises(UsageError, match=rf"process {broker.pid}\) saves to .*another --save-dir"):
-        Broker(config)
-    broker.kill()
-    Broker(config).close()
 
 
 def bytes_written(file: str) -> int:

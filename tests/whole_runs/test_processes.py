@@ -5,29 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diloco_broker import Broker, BrokerConfig
 from diloco_worker import DiLoCoClient
 from kit.paths import KIT
-from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, a_free_address
-from kit.sites import ledger_of
-
-
-def test_workers_may_start_before_the_broker(processes: Processes) -> None:
-    address = a_free_address()
-    worker = processes.train("early", address, 20)
-    worker.says("aiting")
-    _, bound = processes.serve("--sync-every", "10", bind=address)
-    assert bound == address
-    assert worker.ends() == 0
-    assert processes.result("early")["metrics"]["pushes"] == "2"
+from kit.process_kit import Processes, a_free_address
 
 
 @pytest.mark.slow
@@ -134,29 +120,6 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
             assert (result["steps"], result["metrics"]["pushes"]) == (24, "4")
 
 
-# Each contribution is worth 1 / workers, and counts whole or not at all.
-SUMS = ("--mode", "async", "--outer", "sgd", "--outer-lr", "2", "--workers", "2")
-
-
-@pytest.mark.slow
-def test_each_unit_counts_once_an_epoch_though_a_worker_is_killed(processes: Processes) -> None:
-    _, address = processes.serve(*SUMS, "--sync-every", "4", "--wire-dtype", "fp32")
-
-    def trains(name: str) -> Child:
-        return processes.run(
-            *(str(KIT / "queue_script.py"), "60", "2", "0.02"),
-            DILOCO_SERVER=address,
-            DILOCO_WORKER_ID=name,
-        )
-
-    one, other = trains("one"), trains("other")
-    other.says("step 2 ")
-    one.says("step 6 ")  # the second cycle has begun
-    one.kill()
-    assert other.ends() == 0
-    assert "counts [2]" in other.output
-
-
 def may_make_namespaces() -> bool:
     words = ["unshare", "--mount", "--net", "true"]
     if shutil.which(words[0]) is None:
@@ -176,35 +139,6 @@ def test_name_is_looked_up_anew_with_each_connection(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = ["answers at tcp://127.0.0.2:18777", "answers at tcp://127.0.0.3:18777"]
     assert done.stdout.splitlines() == told
-
-
-ONES = {"weight": torch.ones(4, 4)}
-
-
-def a_broker(**options: Any) -> Broker:
-    given: dict[str, Any] = {**LOCAL, "save_dir": None, "recover_wait": 0.0, **options}
-    return Broker(BrokerConfig(**given))
-
-
-def test_push_of_a_broker_that_was_killed_counts_at_the_second(processes: Processes) -> None:
-    first = processes.broker(save_dir=None, workers=2)
-    with a_broker(workers=2) as second:
-        both = f"{first.address()}, {second.address}"
-        a, b = (DiLoCoClient(both, worker_id=name, timeout=PATIENCE_S) for name in "ab")
-        with a, b:
-            model = torch.nn.Linear(4, 4, bias=False)
-            before = a.join(model)
-            b.join(model)
-            push_id = a.push(ONES)  # and the round waits for the other
-            first.kill()
-            began = time.monotonic()
-            b.push(ONES)
-            after = a.pull()
-            took = time.monotonic() - began
-        assert took < 5.0, "0.2 s on an idle machine"
-        assert after.version.run == before.version.run
-        assert after.version.counter == before.version.counter + 1
-        assert push_id in ledger_of(second)["a"]
 
 
 # A broker that moves to another address, and a worker that follows it by a file.

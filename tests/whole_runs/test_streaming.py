@@ -7,7 +7,6 @@ for the loop and `whole_run.py` for the run.
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
 from kit.process_kit import wait_for
 from kit.raw_codecs import decode, encode
-from kit.reference import Outer, Plan, State, Trainee, state_of, streaming
+from kit.reference import Outer, Plan, State, Trainee, streaming
 from kit.whole_run import (
     adamw,
     an_mlp,
@@ -85,19 +84,6 @@ def test_contributions_weigh_by_reports_since_the_fragment_was_last_sent(
     assert_same(got, expected, exact=True)
     with pytest.raises(AssertionError):  # the weights do make a difference
         assert_same(got, streaming(trainees(3), 17, plan))
-
-
-@pytest.mark.parametrize(("mode", "outer"), [("sync", "nesterov"), ("async", "dn")])
-def test_one_worker_that_keeps_every_step_is_its_inner_optimizer(mode: str, outer: str) -> None:
-    """H = 1, eta = 1, mu = 0: theta - (theta - theta_1) is what the inner step made of it."""
-    options: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 1}
-    with Broker(make_config(mode=mode, outer=outer, **options)) as broker:
-        got = run(broker, trainees(1, adamw), 12)
-    plain = trainees(1, adamw)[0]
-    for ours in got.histories[0]:
-        plain.step()
-        for name, tensor in state_of(plain.model).items():
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 def test_on_a_fast_network_fragments_are_merged_one_step_after_their_slot() -> None:

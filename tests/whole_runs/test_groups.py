@@ -72,17 +72,12 @@ AT_NIGHT = pytest.mark.nightly
     ("mode", "crew", "options", "by"),
     [
         # The mean of the gradients of two equal batches is that of one, so all sums are the same.
-        pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
-        pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp", marks=AT_NIGHT),
         pytest.param(QUANTIZED, [DDP, PLAIN], {}, 0.0, id="quantized-ddp"),
         pytest.param(RELAYED, [DDP, PLAIN], {}, 1e-6, id="relay-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
-        pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp", 3)], {}, 1e-6, id="streaming-fsdp3-uneven"),
-        pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp-tp", 4)], EVEN, 1e-6, id="streaming-fsdp2-tp2"),
         # Stages of a pipeline, with a tied weight.
-        pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline", marks=AT_NIGHT),
         pytest.param(STREAMING, [("pipeline", 2)], RULE, 0.0, id="streaming-pipeline"),
         pytest.param(
             *(STREAMING, [PLAIN, DDP, ("fsdp", 4)], {}, 1e-6), id="streaming-1-2-4", marks=AT_NIGHT
@@ -257,7 +252,6 @@ OPTIONS: dict[str, Any] = {
     ("phase", "rank"),
     [
         pytest.param("freezing", 0, id="freezing-leader"),
-        pytest.param("pushing", 1, id="pushing-other"),
         pytest.param("waiting", 0, id="waiting-leader", marks=AT_NIGHT),
         pytest.param("merging", 1, id="merging-other"),
     ],

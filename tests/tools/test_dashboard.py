@@ -331,15 +331,6 @@ class TestSteering:
             assert "--save-dir" in refused.json["text"]
             unknown = site.orders({"action": "kick", "worker": "w9"})
             assert unknown.json["ok"] is False and "'w9'" in unknown.json["text"]
-            wrong: tuple[Any, ...] = ("0.5", True, math.inf, -1, 2**64, None, ["a"], {})
-            for name in ("outer_lr", "workers", "grace"):
-                for value in wrong:
-                    refused = site.orders({"action": "set", name: value})
-                    assert refused.json["ok"] is False, (name, value)
-            assert site.orders({"action": "set", "workers": 1.5}).json["ok"] is False
-            names: tuple[Any, ...] = ("", ["a"], "a" * 1001)
-            for value in names:
-                assert site.orders({"action": "kick", "worker": value}).json["ok"] is False
             assert site.orders({"action": "shutdown", "confirm": "no"}).status == 400
             paused = site.orders({"action": "pause"})
             assert paused.json["ok"] is True

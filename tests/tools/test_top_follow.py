@@ -14,7 +14,6 @@ import pytest
 
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
-from kit.top_screen import ScreenPilot
 from kit.top_text import top_of
 
 
@@ -104,23 +103,3 @@ def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:
         assert feed.receive(0.0) is None
         assert before.closed, "what it had is not left open"
         publisher.await_subscriber()
-
-
-def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
-    address = publisher.address
-    pilot = ScreenPilot(fill=False, address=address, feed=FeedSubscriber(address))
-
-    async def script() -> None:
-        await pilot.until(lambda: publisher.has_subscriber)
-        publisher.await_subscriber()
-        publisher.send(frame(status()))
-        await pilot.sees("run 3fa2c1d0", "● LIVE")
-        publisher.close()
-        await pilot.waits(30.0)
-        assert "○ STALE 30 s" in pilot.lines()[0]
-        with Publisher(address) as again:
-            await pilot.until(lambda: again.has_subscriber)
-            again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))
-            await pilot.sees("run 4444aaaa", "● LIVE", "1 restart")
-
-    pilot.play(script)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, found, load
-from diloco_broker.storage.folder_lock import LOCK, FolderLock
 from diloco_protocol.version import VersionId
 from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
 from kit import process_kit
@@ -457,28 +456,6 @@ def test_save_copies_no_model_and_stops_no_loop(processes: Processes, tmp_path: 
         assert bytes_written(f"/proc/{broker.pid}/io") > 40e6, "by all threads"
         assert bytes_written(f"/proc/{broker.pid}/task/{broker.pid}/io") < 1e6, "by the loop's"
     assert (found(tmp_path)[0] / "fragment-0.safetensors").stat().st_size > 40e6
-
-
-@pytest.mark.slow
-def test_killed_save_leaves_what_was_there(processes: Processes, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    draw = random.Random(5)
-    for incarnation in range(1, 5):
-        child = processes.start(process_kit.save_for_ever, folder, incarnation)
-        child.says(f"saved 2 of {incarnation}")
-        threading.Event().wait(draw.uniform(0, 0.05))  # the moment is the fault
-        child.kill()
-        made = [load(path) for path in found(folder)]
-        assert made[0].incarnation == incarnation
-        assert made[0].number >= 2
-        for each in made:
-            assert_equal(
-                each,
-                replace(a_checkpoint(each.number, seed=each.number), incarnation=each.incarnation),
-            )
-    FolderLock(folder).release()
-    left = {path.name for path in folder.iterdir()}
-    assert left == {LOCK, *(path.name for path in found(folder))}, "unfinished saves are removed"
 
 
 def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> None:

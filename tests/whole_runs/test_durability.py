@@ -22,23 +22,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, found, load
 from diloco_protocol.version import VersionId
-from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
+from diloco_worker import DiLoCoClient, GlobalParameters
 from kit import process_kit
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.layers import SIZE, Layers, delta, name_of
+from kit.layers import Layers, delta, name_of
 from kit.process_kit import (
-    LOCAL,
     PATIENCE_S,
     Processes,
     a_free_address,
     memory_kib,
     wait_for,
 )
-from kit.proxy import ForgettingProxy
 
 FP32 = ("--wire-dtype", "fp32")
 
@@ -266,90 +263,6 @@ def test_second_signal_ends_at_once_as_a_save_hangs(processes: Processes, tmp_pa
         assert broker.ends() == 128 + signal.SIGINT
         assert time.monotonic() - began < 2
     assert [load(path).number for path in found(tmp_path / "run")] == [0]
-
-
-H = 4
-# The proxy swallows everything from here on: about half of the 36 chunks are at the broker then.
-CHUNKS = 20
-
-
-def step(model: Layers, optimizer: torch.optim.Optimizer, number: int) -> None:
-    x = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(100 + number))
-    optimizer.zero_grad()
-    model.layers[0](x).pow(2).mean().backward()
-    optimizer.step()
-
-
-def reached() -> Tensor:
-    """Where a worker gets to from the first parameters, all by itself."""
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(H):
-        step(model, optimizer, number)
-    weight: Tensor = model.state_dict()[name_of(0)]
-    return weight
-
-
-def train_from_checkpoint(address: str, path: Path, save_at: int) -> None:
-    """A script that goes on from its checkpoint, if there is one, and writes one at a step."""
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    diloco = DiLoCoWorker(model, optimizer, server=address, worker_id="a")
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "diloco": diloco}
-    done = 0
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        done = saved["done"]
-    with diloco:
-        print(f"begins at {done}", flush=True)
-        while done < H:
-            step(model, optimizer, done)
-            done += 1
-            if done == save_at and not path.exists():
-                saved = {name: part.state_dict() for name, part in parts.items()}
-                torch.save({**saved, "done": done}, path)
-
-
-@pytest.mark.parametrize(
-    ("saved_at", "reducer"),
-    [(None, {}), (2, {"deterministic": True})],
-    ids=["begun again", "resumed, staged"],
-)
-def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
-    processes: Processes, tmp_path: Path, saved_at: int | None, reducer: dict[str, Any]
-) -> None:
-    audit, path = tmp_path / "audit.jsonl", tmp_path / "script.pt"
-    rule: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "disconnect_grace": 0.1}
-    config = BrokerConfig(workers=2, sync_every=H, audit=str(audit), **LOCAL, **rule, **reducer)
-    start = Layers().state_dict()[name_of(0)]
-    with (
-        Broker(config) as broker,
-        ForgettingProxy(broker.address, True, CHUNKS) as proxy,
-        DiLoCoClient(broker.address, worker_id="b", timeout=PATIENCE_S) as other,
-    ):
-        other.join(Layers())
-        first = processes.start(train_from_checkpoint, proxy.address, path, saved_at or 0)
-        assert proxy.has_forgotten.wait(PATIENCE_S), "it never got to its upload"
-        first.kill()
-        assert path.exists() is (saved_at is not None)
-        second = processes.start(train_from_checkpoint, broker.address, path, 0)
-        second.says(f"begins at {saved_at or 0}")
-        theirs = torch.full_like(start, 0.5)
-        other.push({name_of(0): theirs}, steps=H)
-        got = other.pull().tensors[name_of(0)]
-        assert second.ends() == 0
-        status = other.status()
-    mine = start - reached()
-    torch.testing.assert_close(got, start - (mine + theirs) / 2, rtol=1e-6, atol=1e-6)
-    lines = [json.loads(line) for line in audit.read_text().splitlines()]
-    (version,) = [line for line in lines if line["pushes"]]
-    incarnations = [push for push in version["pushes"] if push["worker"] == "a"]
-    assert len(incarnations) == (1 if reducer else 2), (
-        "the kill came too early or too late for this test"
-    )
-    assert status["round"]["number"] == 1
 
 
 def test_run_goes_on_with_a_full_disk_and_saves_later(processes: Processes, tmp_path: Path) -> None:

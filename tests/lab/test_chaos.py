@@ -1,16 +1,11 @@
 """The chaos drill: audit, plan and figures; proxy, disk, watch and workers; a short one for real."""
 
 import ast
-import contextlib
 import itertools
 import json
 import os
-import socket
-import socketserver
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +29,7 @@ from diloco_lab.chaos.audit import (
     read_lines,
     version_of,
 )
-from diloco_lab.chaos.crew import AUDIT, MODES, Crew, DrillProxy, Incarnation
+from diloco_lab.chaos.crew import AUDIT, MODES, Crew, Incarnation
 from diloco_lab.chaos.faults import (
     FRAGILE,
     RELAYS,
@@ -487,42 +482,6 @@ def test_drill_that_breaks_off_says_why_and_in_which_mode(
     monkeypatch.setattr(drill_module, "open_run", breaks_off)
     report = drill_module.drill("sync", tmp_path, SHORT, 0)
     assert report["problems"] == ["sync: w0 did not join."]
-
-
-class Echo(socketserver.BaseRequestHandler):
-    """Sends back what it gets."""
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := self.request.recv(4096):
-                self.request.sendall(data)
-
-
-@pytest.fixture
-def echo() -> Iterator[str]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"tcp://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-def receive(end: socket.socket, count: int) -> bytes:
-    """This many bytes, or fewer if the connection ends."""
-    data = b""
-    with contextlib.suppress(ConnectionError):
-        while len(data) < count and (piece := end.recv(count - len(data))):
-            data += piece
-    return data
-
-
-def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
-    with DrillProxy(echo) as proxy, socket.create_connection(("127.0.0.1", proxy.port), 10) as end:
-        end.sendall(b"0123456789")
-        assert receive(end, 10) == b"0123456789"
-        proxy.cut_within(15)
-        end.sendall(b"0123456789")
-        assert receive(end, 10) == b"01234", "ten bytes up and five down"
-        assert not proxy.is_armed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")

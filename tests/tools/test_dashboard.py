@@ -187,16 +187,6 @@ class TestPage:
         for module in re.findall(r'from "\./([a-z]+\.js)"', script.body.decode()):
             assert site.get(f"/assets/{module}").status == 200, module
 
-    def test_page_has_nothing_inline_and_nothing_of_others(self) -> None:
-        folder = Path(app.__file__).parent / "assets"
-        html = (folder / "index.html").read_text()
-        assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son[a-z]+=", html)
-        for path in filter(Path.is_file, folder.iterdir()):
-            text = path.read_text().replace("http://www.w3.org/2000/svg", "")
-            assert not re.search(r"https?://|//[a-z]+\.[a-z]", text.replace("http://127", "")), path
-            code = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
-            assert not re.search(code, text), path
-
     def test_vendored_library_comes_with_its_version_and_licence(self) -> None:
         folder = Path(app.__file__).parent / "assets" / "uplot"
         version = re.search(r"\(v([\d.]+)\)", (folder / "uPlot.iife.min.js").read_text()[:200])

@@ -54,14 +54,6 @@ def final_model(
     return load_file(folder / "run" / "final-model.safetensors")
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].shape == value.shape
-        apart = (found[name].double() - value.double()).abs().max()
-        assert apart <= by, f"{name} differs by {apart:g}"
-
-
 QUANTIZED = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z", "feedback_decay": 0.75}
 RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
@@ -92,7 +84,8 @@ def test_workers_of_several_processes_come_to_what_those_of_one_come_to(
     by: float,
 ) -> None:
     plain = final_model(processes, mode, *[PLAIN] * len(crew), **options)
-    assert_close(final_model(processes, mode, *crew, **options), plain, by)
+    found = final_model(processes, mode, *crew, **options)
+    torch.testing.assert_close(found, plain, rtol=0, atol=by)
 
 
 def test_process_that_leaves_after_its_leader_counts_the_same(

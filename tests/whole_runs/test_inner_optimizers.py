@@ -45,38 +45,20 @@ class Recipe:
     optimizer: MakeOptimizer
     precision: str
     accumulation: int
-    schedule: str
+    one_cycle: bool = False  # of the learning rate and the momentum
 
 
 # Each kind of optimizer once, and each of the other settings with each value twice at least.
 RECIPES = {
-    "SGD, Nesterov": Recipe(
-        of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True), "fp16", 1, "constant"
-    ),
-    "Adam, AMSGrad": Recipe(of(optim.Adam, lr=0.01, amsgrad=True), "fp16", 3, "one cycle"),
+    "SGD, Nesterov": Recipe(of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True), "fp16", 1),
+    "Adam, AMSGrad": Recipe(of(optim.Adam, lr=0.01, amsgrad=True), "fp16", 3, one_cycle=True),
     # Without momentum: torch begins with uninitialised memory if the first fused step overflows.
-    "SGD, fused": Recipe(of(optim.SGD, lr=0.05, fused=True), "fp16", 1, "plateau"),
-    "AdamW in groups": Recipe(in_groups, "bf16", 3, "plateau"),
-    "AdamW, fused": Recipe(of(optim.AdamW, lr=0.01, fused=True), "bf16", 1, "one cycle"),
-    "SGD, maximize": Recipe(
-        of(optim.SGD, lr=0.05, momentum=0.5, maximize=True), "fp32", 3, "constant"
-    ),
-    "Adagrad": Recipe(of(optim.Adagrad, lr=0.05, lr_decay=0.01), "fp32", 1, "constant"),
+    "SGD, fused": Recipe(of(optim.SGD, lr=0.05, fused=True), "fp16", 1),
+    "AdamW in groups": Recipe(in_groups, "bf16", 3),
+    "AdamW, fused": Recipe(of(optim.AdamW, lr=0.01, fused=True), "bf16", 1, one_cycle=True),
+    "SGD, maximize": Recipe(of(optim.SGD, lr=0.05, momentum=0.5, maximize=True), "fp32", 3),
+    "Adagrad": Recipe(of(optim.Adagrad, lr=0.05, lr_decay=0.01), "fp32", 1),
 }
-
-
-def schedule_of(name: str, optimizer: Optimizer) -> Any:
-    match name:
-        case "one cycle":
-            cycles = any(key in optimizer.defaults for key in ("momentum", "betas"))
-            has_momentum = cycles and optimizer.defaults.get("momentum", 1) != 0
-            return lr_scheduler.OneCycleLR(
-                optimizer, max_lr=0.02, total_steps=2 * ROUNDS + 1, cycle_momentum=has_momentum
-            )
-        case "plateau":
-            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
-        case _:
-            return None
 
 
 class Training:
@@ -85,7 +67,11 @@ class Training:
     def __init__(self, recipe: Recipe, worker: int) -> None:
         self.model = an_mlp(worker).model
         self.optimizer = recipe.optimizer(self.model)
-        self.schedule = schedule_of(recipe.schedule, self.optimizer)
+        self.schedule = (
+            lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=2 * ROUNDS + 1)
+            if recipe.one_cycle
+            else None
+        )
         self.scaler = (
             GradScaler("cpu", init_scale=2.0 ** (24 + 2 * worker), growth_interval=4)
             if recipe.precision == "fp16"
@@ -117,9 +103,7 @@ class Training:
             self.skipped += 1
         else:
             raise AssertionError("the scaler did not find a scale")
-        if self.recipe.schedule == "plateau":
-            self.schedule.step(loss.detach().abs())
-        elif self.schedule is not None:
+        if self.schedule is not None:
             self.schedule.step()
 
     def stepped(self) -> bool:

@@ -164,9 +164,7 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         now = (results[0]["steps"] - 18) * 8 * (after if dies_at > 0 else before)
         assert counted == then + now, "tokens of all processes together are those of the worker"
         models.append(load_file(folder / "run" / "final-model.safetensors"))
-    stopped, whole = models
-    for name, value in whole.items():
-        assert stopped[name].equal(value), name
+    torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("before", "after", "load"), [(2, 2, "own"), (1, 2, "all")])

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -32,6 +33,7 @@ from diloco_broker.shell.process_memory import keep_freed_memory
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_worker import DiLoCoWorker
+from kit.checkpoints import a_checkpoint
 from kit.paths import KIT
 
 PATIENCE_S = 40.0
@@ -302,6 +304,14 @@ def on_a_full_disk(*command: str) -> None:
     """Interpret it where no file may grow."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     interpret(*command)
+
+
+def save_for_ever(folder: Path, incarnation: int) -> None:
+    """Checkpoint after checkpoint of what `a_checkpoint(number, number)` is."""
+    for number in itertools.count(1):
+        made = replace(a_checkpoint(number, seed=number), incarnation=incarnation)
+        checkpoint.save(folder, made, keep=2)
+        print(f"saved {number} of {incarnation}", flush=True)
 
 
 EVERY = 10  # rounds between two looks

@@ -202,16 +202,6 @@ async def test_small_window_says_what_it_needs(pilot: ScreenPilot) -> None:
 # What the full screen is drawn from: order of the table, signs, curves, any feed at all.
 
 
-@pytest.mark.parametrize(
-    ("size", "many"), [(SMALL, 0), (SMALL, 40), ((80, 31), 1), ((240, 70), 40)]
-)
-def test_window_is_filled_exactly(size: tuple[int, int], many: int) -> None:
-    lines = shown(document(1, workers=[worker(f"w{n}") for n in range(many)]), size).splitlines()
-    assert len(lines) == size[1]
-    assert max(map(cell_len, lines)) <= size[0]
-    assert "q Quit" in lines[-1]
-
-
 @pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(news=strange_feeds(), size=st.sampled_from([(20, 5), SMALL, LARGE]))
@@ -253,13 +243,6 @@ async def test_first_round_does_not_flatten_the_curve(pilot: ScreenPilot) -> Non
         await pilot.hears(snapshot(number, last_round=closed), after_s=1.0)
     assert "loss 2.820  2.820 to" in pilot.text()
     assert "↑" in pilot.text(), "the first two are off the scale, and it says so"
-
-
-@pytest.mark.parametrize("options", [{}, {"readonly": True}, {"encoding": "ascii"}])
-def test_footer_fits_80_columns(options: dict[str, Any]) -> None:
-    last = shown(document(1), **options).splitlines()[-1]
-    assert "q Quit" in last
-    assert ("Kick" in last) is not options.get("readonly", False)
 
 
 def test_no_key_means_two_things() -> None:

@@ -150,50 +150,41 @@ def loss_of(model: nn.Module, worker: int, number: int) -> Tensor:
     return loss
 
 
-def test_lbfgs_calls_its_closure_many_times_in_one_step() -> None:
-    calls: list[int] = []
+def lbfgs(worker: int) -> Trainee:
+    """It calls its closure many times in one step."""
+    model = an_mlp(worker).model
+    optimizer = optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
-    def make(worker: int) -> Trainee:
-        model = an_mlp(worker).model
-        optimizer = optim.LBFGS(
-            model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"
-        )
+    def step(number: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, worker, number)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
 
-        def step(number: int) -> None:
-            def closure() -> Tensor:
-                calls.append(worker)
-                optimizer.zero_grad()
-                loss = loss_of(model, worker, number)
-                loss.backward()  # type: ignore[no-untyped-call]
-                return loss
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
 
-            optimizer.step(closure)  # type: ignore[no-untyped-call]
-
-        return looped(model, optimizer, step)
-
-    equals_the_loop(make)
-    assert len(calls) > 4 * 2 * 2 * ROUNDS  # run and loop, two workers, two steps a round
+    return looped(model, optimizer, step)
 
 
-def test_of_two_optimizers_on_parts_of_a_model_the_one_that_was_given_counts() -> None:
-    """As in a GAN: the critic makes three steps for each of the generator's, which is Muon."""
+def gan(worker: int) -> Trainee:
+    """Two optimizers on parts of a model, of which one is given: the generator's, Muon.
 
-    def make(worker: int) -> Trainee:
-        model, numbers = an_mlp(worker).model, itertools.count()
-        matrices = [model.get_parameter(f"{layer}.weight") for layer in (2, 4)]
-        rest = [p for p in model.parameters() if all(p is not each for each in matrices)]
-        critic, generator = optim.RMSprop(rest, lr=0.005), optim.Muon(matrices, lr=0.01)
+    The critic makes three steps for each of its steps.
+    """
+    model = an_mlp(worker).model
+    matrices = [model.get_parameter(f"{layer}.weight") for layer in (2, 4)]
+    rest = [p for p in model.parameters() if all(p is not each for each in matrices)]
+    critic, generator = optim.RMSprop(rest, lr=0.005), optim.Muon(matrices, lr=0.01)
 
-        def step() -> None:
-            for optimizer in (critic, critic, critic, generator):
-                model.zero_grad()
-                loss = loss_of(model, worker, next(numbers))
-                (-loss if optimizer is generator else loss).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+    def step(number: int) -> None:
+        for turn, optimizer in enumerate((critic, critic, critic, generator)):
+            model.zero_grad()
+            loss = loss_of(model, worker, 4 * number + turn)
+            (-loss if optimizer is generator else loss).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
 
-        return Trainee(model, generator, step)
-
-    equals_the_loop(make)
+    return looped(model, generator, step)
 
 
 class ClippedSGD(optim.SGD):
@@ -204,22 +195,23 @@ class ClippedSGD(optim.SGD):
         return super().step(closure)
 
 
-def test_step_that_calls_the_step_of_its_parent_class_is_one_step() -> None:
+def derived(worker: int) -> Trainee:
     """Once a plain SGD exists, torch calls the hooks of a ClippedSGD in both methods."""
     optim.SGD([torch.zeros(1)])
+    model = an_mlp(worker).model
+    optimizer = ClippedSGD(model.parameters(), lr=0.05)
 
-    def make(worker: int) -> Trainee:
-        model = an_mlp(worker).model
-        optimizer = ClippedSGD(model.parameters(), lr=0.05)
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, worker, number).backward()  # type: ignore[no-untyped-call]
+        if number == 3:  # a step that fails must not throw off the count of those that follow
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+        optimizer.step()
 
-        def step(number: int) -> None:
-            optimizer.zero_grad()
-            loss_of(model, worker, number).backward()  # type: ignore[no-untyped-call]
-            if number == 3:  # a step that fails must not throw off the count of those that follow
-                with pytest.raises(ZeroDivisionError):
-                    optimizer.step(lambda: 1 / 0)
-            optimizer.step()
+    return looped(model, optimizer, step)
 
-        return looped(model, optimizer, step)
 
+@pytest.mark.parametrize("make", [lbfgs, gan, derived])
+def test_run_of_unusual_optimizers_is_the_loop_bit_for_bit(make: Callable[[int], Trainee]) -> None:
     equals_the_loop(make)

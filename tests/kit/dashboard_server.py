@@ -69,19 +69,12 @@ class Site:
     def with_token(self, token: str = TOKEN) -> str:
         return f"{self.address}/?token={token}"
 
-    @contextmanager
-    def sent(
-        self, method: str, path: str, body: Any = None, **headers: str
-    ) -> Iterator[http.client.HTTPConnection]:
-        """The connection of a request that is on its way; a body of several parts has no length."""
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """A body of several parts has no length."""
         made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with closing(made) as connection:
             shown = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, shown, encode_chunked=True)
-            yield connection
-
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        with self.sent(method, path, body, **headers) as connection:
             return Answer(connection.getresponse())
 
     def get(self, path: str, **headers: str) -> Answer:

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -108,13 +109,6 @@ LEFT = {"event": "left", "step": 10}
 
 def a_fault(kind: Kind, target: str = "w0") -> Fault:
     return Fault(kind, target, 1, 0.0)
-
-
-def a_incarnation(
-    worker: str = "w0", folder: str = "/nowhere", child: Any = None, **known: Any
-) -> Incarnation:
-    """The first process of a worker."""
-    return Incarnation(worker, 1, Path(folder), child, **known)
 
 
 def log(*records: dict[str, Any], worker: str = "a") -> WorkerLog:
@@ -339,27 +333,24 @@ def test_useful_work_is_the_steps_of_whole_contributions() -> None:
     assert work_of(20, of_worker, entered, 2) == {"trained": 40, "applied": 12, "share": 0.3}
 
 
-def incarnation(
-    worker: str = "a",
-    joined: float | None = 0.0,
-    ended: float | None = None,
-    stops: tuple[tuple[float, float], ...] = (),
-) -> Incarnation:
-    return a_incarnation(worker, joined_at=joined, ended_at=ended, stops=list(stops))
+def incarnation(worker: str = "a", **known: Any) -> Incarnation:
+    """The first process of a worker, which has joined at once unless `known` says otherwise."""
+    child: Any = None
+    return Incarnation(worker, 1, Path("/nowhere"), child, **{"joined_at": 0.0, **known})
 
 
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
         (incarnation(), True),
-        (incarnation(joined=None), False),
-        (incarnation(joined=10.0), False),
-        (incarnation(ended=11.0), False),
-        (incarnation(ended=12.0), False),
-        (incarnation(ended=12.1), True),
-        (incarnation(stops=((9.0, 10.5),)), False),
-        (incarnation(stops=((11.9, float("inf")),)), False),
-        (incarnation(stops=((8.0, 9.0), (13.0, 14.0))), True),
+        (incarnation(joined_at=None), False),
+        (incarnation(joined_at=10.0), False),
+        (incarnation(ended_at=11.0), False),
+        (incarnation(ended_at=12.0), False),
+        (incarnation(ended_at=12.1), True),
+        (incarnation(stops=[(9.0, 10.5)]), False),
+        (incarnation(stops=[(11.9, math.inf)]), False),
+        (incarnation(stops=[(8.0, 9.0), (13.0, 14.0)]), True),
     ],
 )
 def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
@@ -376,9 +367,9 @@ def shares(found: dict[str, Any]) -> tuple[int, int]:
 def test_share_averaged_is_of_those_alive_throughout() -> None:
     versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
     assert shares(
-        averaged(versions, [incarnation("a"), incarnation("b"), incarnation("c", joined=2.5)])
+        averaged(versions, [incarnation("a"), incarnation("b"), incarnation("c", joined_at=2.5)])
     ) == (5, 7)
-    assert shares(averaged(versions, [incarnation("b", ended=2.5)])) == (1, 1)
+    assert shares(averaged(versions, [incarnation("b", ended_at=2.5)])) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +520,7 @@ def test_kill_may_delay_the_next_round_for_longer_where_the_machine_is_slow() ->
 
 def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     child: Any = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
-    one = a_incarnation(folder=str(tmp_path), child=child)
+    one = Incarnation("w0", 1, tmp_path, child)
     watch = a_watch(tmp_path, one)
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from diloco_worker import DiLoCoClient
 from kit.paths import KIT
-from kit.process_kit import Processes, a_free_address
+from kit.process_kit import Child, Processes, a_free_address
 
 
 @pytest.mark.slow
@@ -102,6 +102,29 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
     assert a["weights"][:2] == pytest.approx(sums, abs=1e-5)
     for result in (a, b):
         assert (result["steps"], result["metrics"]["pushes"]) == (24, "4")
+
+
+# Each contribution is worth 1 / workers, and counts whole or not at all.
+SUMS = ("--mode", "async", "--outer", "sgd", "--outer-lr", "2", "--workers", "2")
+
+
+@pytest.mark.slow
+def test_each_unit_counts_once_an_epoch_though_a_worker_is_killed(processes: Processes) -> None:
+    _, address = processes.serve(*SUMS, "--sync-every", "4", "--wire-dtype", "fp32")
+
+    def trains(name: str) -> Child:
+        return processes.run(
+            *(str(KIT / "queue_script.py"), "60", "2", "0.02"),
+            DILOCO_SERVER=address,
+            DILOCO_WORKER_ID=name,
+        )
+
+    one, other = trains("one"), trains("other")
+    other.says("step 2 ")
+    one.says("step 6 ")  # the second cycle has begun
+    one.kill()
+    assert other.ends() == 0
+    assert "counts [2]" in other.output
 
 
 def may_make_namespaces() -> bool:

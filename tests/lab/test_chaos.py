@@ -1,4 +1,4 @@
-"""The chaos drill: audit, plan and figures; proxy, disk, watch and workers; a short one for real."""
+"""The chaos drill: audit, plan and figures; disk, watch and workers; a short one for real."""
 
 import ast
 import itertools

@@ -135,10 +135,3 @@ def test_board_and_alerts_ask_for_series_and_labels_that_the_exporter_has() -> N
         by = re.findall(r"by \(([^)]*)\)", query)
         asked += [label.strip() for each in by for label in each.split(",")]
         assert set(asked) <= known, query
-
-
-def test_head_of_the_dockerfile_runs_both_as_the_owner_of_the_keys() -> None:
-    head = DOCKERFILE.split("# Build arguments")[0].replace("\\\n#", "")
-    runs = re.findall(r"docker run (.*)", head)
-    assert len(runs) == 3 and all('--user "$(id -u):$(id -g)"' in each for each in runs)
-    assert "serve --keys /keys" in runs[1] and "-e DILOCO_KEYS=/key " in runs[2]

@@ -26,8 +26,7 @@ FOLDER = Path(__file__).parent
 def test_resumed_script_equals_plain_loop(processes: Processes, script: str, rtol: float) -> None:
     plain = trained(processes)
     ours = trained(processes, FOLDER / script, dies_at=7)
-    for name, tensor in plain.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=rtol, atol=rtol / 10)
+    torch.testing.assert_close(ours, plain, rtol=rtol, atol=rtol / 10)
 
 
 @needs("lightning")
@@ -41,26 +40,20 @@ def test_model_that_fabric_wraps_in_ddp_shares_a_run_with_a_plain_one(
     ]:
         assert child.ends(WITHIN_S) == 0, child.output
     one, other = (torch.load(processes.folder / f"{name}.pt") for name in "ab")
-    assert all(torch.equal(one[name], value) for name, value in other.items())
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @needs("transformers", "accelerate", "peft")
-def test_killed_and_resumed_adapters_equal_those_of_the_plain_loop(
-    processes: Processes,
+def test_killed_and_resumed_adapters_equal_those_of_a_calm_run(
+    processes: Processes, tmp_path: Path
 ) -> None:
-    """They alone are trained, and they alone travel."""
-    script = FOLDER / "lora_script.py"
-    plain = trained(processes, script, "plain")
-    ours = trained(processes, script, dies_at=7)
-    moved = 0
-    for name, tensor in plain.items():
-        # The same bits, unless a release of transformers divides the loss by something else.
-        assert (ours[name] - tensor).norm() <= 0.01 * tensor.norm(), name
-        moved += "lora_B" in name and bool(tensor.count_nonzero())
-    assert moved == 2, "the adapters of both layers have learnt something"
-    sizes = [processes.result(name) for name in ("a", "b")]
-    for each in sizes:
-        assert each["all"] > 100 * each["trained"]
-        assert each["moved"][1] < each["all"] / 5
-    # One of the two has given the broker all of it, once.
-    assert min(each["moved"][0] for each in sizes) < each["all"] / 5
+    """A checkpoint of PEFT has the adapters alone."""
+    script, found = FOLDER / "lora_script.py", []
+    for name, dies_at in (("calm", None), ("killed", 7)):
+        processes.folder = tmp_path / name
+        processes.folder.mkdir()
+        found.append(trained(processes, script, dies_at=dies_at))
+    calm, killed = found
+    assert all(torch.equal(killed[name], tensor) for name, tensor in calm.items())
+    moved = [bool(tensor.any()) for name, tensor in calm.items() if "lora_B" in name]
+    assert moved == [True] * 2, "the adapters of both layers have learnt something"

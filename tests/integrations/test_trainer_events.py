@@ -16,6 +16,7 @@ from diloco_protocol.messages import Result
 from diloco_worker import WorkerOptions
 from kit import tiny_task
 from kit.integrations import needs
+from kit.sites import assert_same
 from kit.whole_run import PATIENCE_S, make_config
 
 pytestmark = [
@@ -111,8 +112,7 @@ def test_the_best_model_stays_as_it_was_loaded_while_pushes_in_flight_are_waited
         made.train()
     assert own.diloco is not None and own.diloco.sync_count == 4, "all pushes were waited for"
     best = load_file(Path(made.state.best_model_checkpoint, "model.safetensors"))
-    for name, value in best.items():
-        assert torch.equal(made.model.state_dict()[name], value)
+    assert_same(made.model.state_dict(), best)
 
 
 @pytest.mark.parametrize("shard_data", [True, False])
@@ -250,20 +250,17 @@ def test_evaluates_global_parameters(trainer: MakeTrainer, broker: Broker, tmp_p
     made.train()
     assert seen
     for parameters in seen:
-        for name, value in parameters.items():
-            assert torch.equal(value, begun[name]), "no round has been made"
+        assert_same(parameters, begun)  # no round has been made
     assert own.diloco is not None
     plain.train()
-    for name, value in plain.model.state_dict().items():
-        assert torch.equal(made.model.state_dict()[name], value), "training went on from there"
+    assert_same(made.model.state_dict(), plain.model.state_dict())  # training went on from there
     from safetensors.torch import load_file
 
     saved, wanted = (
         load_file(tmp_path / name / "checkpoint-2" / "model.safetensors")
         for name in ("out", "plain")
     )
-    for name, value in wanted.items():
-        assert torch.equal(saved[name], value), "the local parameters are saved"
+    assert_same(saved, wanted)  # the local parameters are saved
 
 
 def test_processes_of_a_launcher_that_do_not_train_together_are_refused(

@@ -1,10 +1,9 @@
-"""Small trials of the evidence, and a loop without any broker that they are held against."""
+"""Small trials of the evidence, and the loops without a broker that they are held against."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-import torch
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_lab.evidence.training import virtual_order
@@ -17,7 +16,16 @@ from diloco_tools.demo.model import (
     build_optimizer,
     learning_rate_factor,
 )
-from kit.reference import Buffered, DelayedNesterov, Outer, State, nesterov
+from kit.reference import (
+    DelayedNesterov,
+    Plan,
+    Report,
+    State,
+    Trainee,
+    asynchronous,
+    nesterov,
+    streaming,
+)
 
 TINY_MODEL = GPTConfig(context=16, width=16, layers=4, heads=2)
 SPEEDS = (0.58, 0.75, 1.51, 3.33)
@@ -33,98 +41,71 @@ def a_text(trial: Trial) -> Text:
     return load_text(None, trial.workers, TINY_MODEL.context, trial.windows)
 
 
-def outer_step(kind: str, workers: int, eta: float, mu: float) -> Outer:
-    """The outer optimizers in plain torch, from the papers."""
-    momentum = nesterov(eta, mu)(0)
-    made: dict[str, Outer] = {
-        "nesterov": momentum,
-        "paper": DelayedNesterov(eta, mu, workers),
-        "direct": Buffered(momentum, workers, direct=eta),
-        "fedbuff": Buffered(momentum, workers),
-    }
-    return made[kind]
+def a_trainee(trial: Trial, number: int, text: Text, rounds: Sequence[Sequence[int]]) -> Trainee:
+    """Its step is a whole round: inner steps at these places of the learning rate's schedule."""
+    model = build_model(trial.seed, TINY_MODEL)
+    optimizer = build_optimizer(model, trial.recipe)
+    seed = batch_seed(trial.seed, number)
+    batches = training_batches(text.shards[number], trial.batch, TINY_MODEL.context, seed)
+    left = iter(rounds)
+
+    def step() -> None:
+        for place in next(left):
+            rate = trial.lr * learning_rate_factor(trial.recipe, place)
+            optimizer.param_groups[0]["lr"] = rate
+            model.loss(*next(batches)).backward()  # type: ignore[no-untyped-call]
+            clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Trainee(model, optimizer, step)
 
 
-class Replica:
-    """A worker as a plain model."""
-
-    def __init__(self, trial: Trial, number: int, text: Text) -> None:
-        self.trial = trial
-        self.model = build_model(trial.seed, TINY_MODEL)
-        self.optimizer = build_optimizer(self.model, trial.recipe)
-        seed = batch_seed(trial.seed, number)
-        self.batches = training_batches(text.shards[number], trial.batch, TINY_MODEL.context, seed)
-        self.base = self.state
-
-    @property
-    def state(self) -> State:
-        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
-
-    def train(self, places: list[int]) -> None:
-        """A step at each of these places of the learning rate's schedule."""
-        for place in places:
-            factor = learning_rate_factor(self.trial.recipe, place)
-            self.optimizer.param_groups[0]["lr"] = self.trial.lr * factor
-            self.model.loss(*next(self.batches)).backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    @property
-    def delta(self) -> State:
-        """As it travels in bf16."""
-        now = self.state
-        return {name: (self.base[name] - now[name]).bfloat16().float() for name in now}
-
-    def take(self, theta: State) -> None:
-        self.model.load_state_dict(theta)
-        self.base = self.state
-
-
-def without_a_broker(
-    trial: Trial, text: Text, kind: str, weights: Mapping[int, list[float]] | None = None
-) -> State:
-    """The global parameters at the end. `weights` of the workers, by round; else all alike."""
-    replicas = [Replica(trial, number, text) for number in range(trial.workers)]
-    theta = replicas[0].state
-    given = trial.options
-    outer = outer_step(kind, trial.workers, given["outer_lr"], given["outer_momentum"])
+def without_a_broker(trial: Trial, text: Text, weight: Report | None = None) -> State:
+    """The global parameters at the end. `weight` of a worker in a round; else all weigh alike."""
+    eta, mu = trial.options["outer_lr"], trial.options["outer_momentum"]
+    every, order = trial.sync_every, list[int]()
+    rounds: list[list[Sequence[int]]] = [
+        [range(n * every, (n + 1) * every) for n in range(trial.rounds)]
+        for _ in range(trial.workers)
+    ]
     if trial.is_async:
-        _in_virtual_time(trial, replicas, theta, outer)
-        return theta
-    for number in range(trial.rounds):
-        places = [number * trial.sync_every + step for step in range(trial.sync_every)]
-        for replica in replicas:
-            replica.train(places)
-        voices = (weights or {}).get(number, [1.0] * trial.workers)
-        deltas = [replica.delta for replica in replicas]
-        mean = {
-            name: sum((w * d[name] for w, d in zip(voices, deltas, strict=True)), torch.zeros(()))
-            / sum(voices)
-            for name in theta
-        }
-        theta |= outer(theta, mean)
-        for replica in replicas:
-            replica.take(theta)
-    return theta
+        rounds, order = in_virtual_time(trial)
+    made = [a_trainee(trial, number, text, rounds[number]) for number in range(trial.workers)]
+    names = [name for name, _ in made[0].model.named_parameters()]
+    plan = Plan(1, [names])
+    if trial.is_async:
+        delayed = lambda _: DelayedNesterov(eta, mu, trial.workers)  # noqa: E731
+        outcome, _ = asynchronous(made, order, plan, delayed, [0] * trial.workers)
+    else:
+        outcome = streaming(
+            *(made, trial.rounds, plan, nesterov(eta, mu)),
+            report=weight,
+            travels=lambda _, delta: {n: each.bfloat16().float() for n, each in delta.items()},
+        )
+    return {name: outcome.final[name] for name in names}
 
 
-def _in_virtual_time(trial: Trial, replicas: list[Replica], theta: State, outer: Outer) -> None:
+def in_virtual_time(trial: Trial) -> tuple[list[list[Sequence[int]]], list[int]]:
+    """The places of each worker's rounds, and which worker ends one, in order."""
     steps = [trial.steps_between(number) for number in range(trial.workers)]
     total, made = trial.steps * trial.workers, 0
+    rounds: list[list[Sequence[int]]] = [[] for _ in steps]
+    order: list[int] = []
     begun = [0.0] * trial.workers
     for _, number in virtual_order(trial.speeds, steps):
         count = steps[number]
         ends = min(1.0, made / total + count / total)
         span = ends - begun[number]
-        places = [int(trial.steps * (begun[number] + span * k / count)) for k in range(count)]
-        replicas[number].train(places)
-        theta |= outer(theta, replicas[number].delta)
-        replicas[number].take(theta)
+        rounds[number].append(
+            [int(trial.steps * (begun[number] + span * k / count)) for k in range(count)]
+        )
+        order.append(number)
         begun[number] = ends
         made += count
         if made >= total:
-            return
+            break
+    return rounds, order
 
 
 def options(**changes: Any) -> dict[str, Any]:

@@ -44,26 +44,20 @@ def needs(
 
 
 def trained(
-    processes: Processes,
-    script: Path = PLAIN,
-    *options: str,
-    dies_at: int | None = None,
-    **env: str,
+    processes: Processes, script: Path = PLAIN, dies_at: int | None = None
 ) -> dict[str, Tensor]:
     """The tensors of worker b's model behind a run of two.
 
-    Args:
-        options: of its command line, behind the name.
-        dies_at: the step after which worker a kills itself, and is started again.
+    After step `dies_at` worker a kills itself, and is started again.
     """
     processes.begin_with(*(name for name in HEAVY if find_spec(name.partition(".")[0])))
     address = processes.broker(**PATIENT).address()
-    env["DILOCO_SERVER"] = address
-    b = processes.run(str(script), "b", *options, **env)
+    env = {"DILOCO_SERVER": address}
+    b = processes.run(str(script), "b", **env)
     if dies_at is not None:
-        first = processes.run(str(script), "a", *options, **env, **{DIES_AT: str(dies_at)})
+        first = processes.run(str(script), "a", **env, **{DIES_AT: str(dies_at)})
         assert first.ends(WITHIN_S) == -9, first.output
-    a = processes.run(str(script), "a", *options, **env)
+    a = processes.run(str(script), "a", **env)
     for child in (a, b):
         assert child.ends(WITHIN_S) == 0, child.output
     result: dict[str, Tensor] = torch.load(processes.folder / "b.pt", weights_only=True)

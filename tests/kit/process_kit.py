@@ -128,8 +128,11 @@ class Child:
         os.kill(self.pid, which)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
-        self.gets(signal.SIGKILL)
+        """SIGKILL, also for what a shell has started; returns when it is gone."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has no group of its own
+            self.gets(signal.SIGKILL)
         self.process.join(PATIENCE_S)
 
     def ends(self, within: float = PATIENCE_S) -> int:
@@ -262,6 +265,12 @@ def interpret(*command: str) -> None:
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def execute(*command: str) -> None:
+    """Become this program, in a process group of its own."""
+    os.setsid()
+    os.execvp(command[0], command)
 
 
 def serve(options: dict[str, Any]) -> None:

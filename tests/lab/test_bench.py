@@ -14,7 +14,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_lab.bench import link
 from diloco_lab.bench.__main__ import app, write
 from diloco_lab.bench.parts import codecs, rounds
-from diloco_lab.bench.parts.rounds import WHOLE_ROUND, Round
+from diloco_lab.bench.parts.rounds import WHOLE_ROUND
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.figures import TARGETS, figure, sentences
 from diloco_lab.bench.roles.hearts import Hearts
@@ -171,21 +171,6 @@ def test_rounds_with_keys_are_measured_against_ones_without(pool: ProcessPool) -
     assert found["round, ratio"] == pytest.approx(both, rel=0.9)
     assert any("--keys" in str(each.process.args) for each in pool.all), "a broker has keys"
     assert not (pool.folder / "keys").exists(), "no secret is left behind"
-
-
-@pytest.mark.parametrize(
-    ("up", "down", "broker", "worker", "seconds"),
-    [
-        (5.0, 1.0, 0.1, 0.1, 4.0),  # bytes in
-        (1.0, 10.0, 0.1, 0.1, 8.0),  # bytes out
-        (1.0, 1.0, 3.0, 0.1, 3.0),
-        (1.0, 1.0, 0.1, 2.0, 2.0),
-    ],
-)
-def test_computed_round_takes_as_long_as_what_takes_longest(
-    up: float, down: float, broker: float, worker: float, seconds: float
-) -> None:
-    assert codecs.computed(Round(9.0, up, down, broker, (worker, 0.1))) == seconds
 
 
 @pytest.mark.slow

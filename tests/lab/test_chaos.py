@@ -1,16 +1,12 @@
-"""The chaos drill: audit, plan and figures; proxy, disk, watch and workers; a short one for real."""
+"""The chaos drill: audit, plan and figures; disk, watch and workers; a short one for real."""
 
 import ast
-import contextlib
 import itertools
 import json
+import math
 import os
-import socket
-import socketserver
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +30,7 @@ from diloco_lab.chaos.audit import (
     read_lines,
     version_of,
 )
-from diloco_lab.chaos.crew import AUDIT, MODES, Crew, DrillProxy, Incarnation
+from diloco_lab.chaos.crew import AUDIT, MODES, Crew, Incarnation
 from diloco_lab.chaos.faults import (
     FRAGILE,
     RELAYS,
@@ -113,13 +109,6 @@ LEFT = {"event": "left", "step": 10}
 
 def a_fault(kind: Kind, target: str = "w0") -> Fault:
     return Fault(kind, target, 1, 0.0)
-
-
-def a_incarnation(
-    worker: str = "w0", folder: str = "/nowhere", child: Any = None, **known: Any
-) -> Incarnation:
-    """The first process of a worker."""
-    return Incarnation(worker, 1, Path(folder), child, **known)
 
 
 def log(*records: dict[str, Any], worker: str = "a") -> WorkerLog:
@@ -344,27 +333,24 @@ def test_useful_work_is_the_steps_of_whole_contributions() -> None:
     assert work_of(20, of_worker, entered, 2) == {"trained": 40, "applied": 12, "share": 0.3}
 
 
-def incarnation(
-    worker: str = "a",
-    joined: float | None = 0.0,
-    ended: float | None = None,
-    stops: tuple[tuple[float, float], ...] = (),
-) -> Incarnation:
-    return a_incarnation(worker, joined_at=joined, ended_at=ended, stops=list(stops))
+def incarnation(worker: str = "a", **known: Any) -> Incarnation:
+    """The first process of a worker, which has joined at once unless `known` says otherwise."""
+    child: Any = None
+    return Incarnation(worker, 1, Path("/nowhere"), child, **{"joined_at": 0.0, **known})
 
 
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
         (incarnation(), True),
-        (incarnation(joined=None), False),
-        (incarnation(joined=10.0), False),
-        (incarnation(ended=11.0), False),
-        (incarnation(ended=12.0), False),
-        (incarnation(ended=12.1), True),
-        (incarnation(stops=((9.0, 10.5),)), False),
-        (incarnation(stops=((11.9, float("inf")),)), False),
-        (incarnation(stops=((8.0, 9.0), (13.0, 14.0))), True),
+        (incarnation(joined_at=None), False),
+        (incarnation(joined_at=10.0), False),
+        (incarnation(ended_at=11.0), False),
+        (incarnation(ended_at=12.0), False),
+        (incarnation(ended_at=12.1), True),
+        (incarnation(stops=[(9.0, 10.5)]), False),
+        (incarnation(stops=[(11.9, math.inf)]), False),
+        (incarnation(stops=[(8.0, 9.0), (13.0, 14.0)]), True),
     ],
 )
 def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
@@ -381,9 +367,9 @@ def shares(found: dict[str, Any]) -> tuple[int, int]:
 def test_share_averaged_is_of_those_alive_throughout() -> None:
     versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
     assert shares(
-        averaged(versions, [incarnation("a"), incarnation("b"), incarnation("c", joined=2.5)])
+        averaged(versions, [incarnation("a"), incarnation("b"), incarnation("c", joined_at=2.5)])
     ) == (5, 7)
-    assert shares(averaged(versions, [incarnation("b", ended=2.5)])) == (1, 1)
+    assert shares(averaged(versions, [incarnation("b", ended_at=2.5)])) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -489,42 +475,6 @@ def test_drill_that_breaks_off_says_why_and_in_which_mode(
     assert report["problems"] == ["sync: w0 did not join."]
 
 
-class Echo(socketserver.BaseRequestHandler):
-    """Sends back what it gets."""
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := self.request.recv(4096):
-                self.request.sendall(data)
-
-
-@pytest.fixture
-def echo() -> Iterator[str]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"tcp://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-def receive(end: socket.socket, count: int) -> bytes:
-    """This many bytes, or fewer if the connection ends."""
-    data = b""
-    with contextlib.suppress(ConnectionError):
-        while len(data) < count and (piece := end.recv(count - len(data))):
-            data += piece
-    return data
-
-
-def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
-    with DrillProxy(echo) as proxy, socket.create_connection(("127.0.0.1", proxy.port), 10) as end:
-        end.sendall(b"0123456789")
-        assert receive(end, 10) == b"0123456789"
-        proxy.cut_within(15)
-        end.sendall(b"0123456789")
-        assert receive(end, 10) == b"01234", "ten bytes up and five down"
-        assert not proxy.is_armed
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_full_disk_is_an_error_in_the_broker_until_there_is_room(tmp_path: Path) -> None:
     crew, large = Crew(tmp_path, MODES["sync"], tmp_path, seed=0), bytes(2 << 20)
@@ -570,7 +520,7 @@ def test_kill_may_delay_the_next_round_for_longer_where_the_machine_is_slow() ->
 
 def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     child: Any = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
-    one = a_incarnation(folder=str(tmp_path), child=child)
+    one = Incarnation("w0", 1, tmp_path, child)
     watch = a_watch(tmp_path, one)
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()

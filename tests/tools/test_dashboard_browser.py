@@ -167,31 +167,6 @@ class TestToken:
             playwright.expect(page.locator("#pause")).to_be_enabled()
             playwright.expect(page.locator("#token-form")).to_be_hidden()
 
-    def test_page_of_another_site_reads_nothing(
-        self, opened: Callable[..., Page], publisher: Publisher
-    ) -> None:
-        with serving(publisher.address) as site, serving("tcp://127.0.0.1:1") as other:
-            publisher.says()
-            # Without the content policy of the page itself, as a page of another site would be.
-            page = opened(f"{other.address}/", "CORS|Failed to load", bypass_csp=True)
-            outcomes = page.evaluate(
-                """async (address) => {
-                  const tried = async (path, options) => {
-                    try { return (await fetch(address + path, options)).type; }
-                    catch { return "refused"; }
-                  };
-                  const order = {method: "POST", body: '{"action": "pause"}'};
-                  const json = {"Content-Type": "application/json", Authorization: "Bearer x"};
-                  return [
-                    await tried("/api/state"),
-                    await tried("/api/control", {...order, headers: json}),
-                    await tried("/api/control", order),
-                  ];
-                }""",
-                site.address,
-            )
-            assert outcomes == ["refused"] * 3
-
 
 class TestLook:
     def test_text_of_unauthenticated_peers_is_never_markup(

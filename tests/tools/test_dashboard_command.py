@@ -161,8 +161,3 @@ class TestReplay:
             assert site.get("/api/replay/x").status == 404
             assert site.get("/api/state").status == 404
             assert site.orders({"action": "pause"}).status == 409
-
-    def test_command_prints_no_token(self, tmp_path: Path) -> None:
-        with started(MODULE, "--replay", str(write_run(tmp_path, rounds=3))) as (_, address):
-            assert address.endswith("/")
-            assert fetch(f"{address}api/replay")["moments"] == 6

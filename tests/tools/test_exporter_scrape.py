@@ -15,14 +15,12 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from diloco_protocol.feed import TOPIC, parse_snapshot
-from diloco_protocol.printable import printable
 from diloco_tools.monitor.feed import model
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener, Reading
 from diloco_tools.monitor.metrics import server
 from diloco_tools.monitor.metrics.cli import DEAD_AFTER_S, app
-from diloco_tools.monitor.metrics.metrics import RunCollector, label_value
+from diloco_tools.monitor.metrics.metrics import RunCollector
 from kit.exporter_scrapes import (
-    HOSTILE,
     exported,
     fetch,
     parsed,
@@ -113,15 +111,6 @@ class TestScrape:
         assert shown == {f"w{number:03}" for number in range(20)}
         assert found["diloco_workers_without_series", ()] == 480
         assert found["diloco_workers", ("ok",)] == 500
-
-    def test_hostile_worker_ids_are_only_labels(self, publisher: Publisher, exporter: str) -> None:
-        publisher.send(frame(status(workers=[worker(name) for name in HOSTILE])))
-        found = until(exporter, "diloco_feed_snapshots_received_total", 1)
-        assert found["diloco_feed_up", ()] == 1
-        shown = {labels[0] for name, labels in found if name == "diloco_worker_healthy"}
-        assert shown == {label_value(printable(name)) for name in HOSTILE}
-        opened, _ = fetch(exporter, Accept=OPENMETRICS)
-        assert samples(parsed(opened, openmetrics=True)).keys() == found.keys()
 
     def test_garbage_and_a_newer_feed_are_counted_and_survived(self, publisher: Publisher) -> None:
         # Also: the address may come from the environment.

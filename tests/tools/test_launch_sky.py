@@ -4,11 +4,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from typer.testing import CliRunner
 
 from diloco_tools.launch.cli import app
 from kit.paths import KIT
-from kit.process_kit import PATIENCE_S, wait_for
+from kit.process_kit import Child, Processes, execute
 
 ISLANDS = ("8xA100@us-east-1", "4xH100@gcp/us-central1", "L4")
 SERVE = "--sync-every 5 --max-rounds 20 --bind tcp://127.0.0.1:* --feed tcp://127.0.0.1:*"
@@ -100,68 +97,31 @@ def test_tasks_are_what_skypilot_reads(written: Callable[..., Path]) -> None:
         assert done.exit_code == 0, done.output
 
 
-class Machine:
-    """A machine as SkyPilot prepares it, in a folder that is its home, and its `run` as a process."""
-
-    def __init__(self, home: Path, task: dict[str, Any], **variables: str) -> None:
-        for target, source in task["file_mounts"].items():
-            place = home / target.removeprefix("~/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if Path(source).is_dir() else shutil.copyfile)(source, place)
-        given = {k: v for k, v in task.get("envs", {}).items() if v is not None} | variables
-        self._log = home / "run.log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                ["bash", "-c", task["run"]],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    **given,
-                    "HOME": str(home),
-                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                    "SKYPILOT_NUM_NODES": "1",
-                    "SKYPILOT_NODE_IPS": "127.0.0.1",
-                },
-            )
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def ends(self) -> int:
-        return self.process.wait(PATIENCE_S)
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):  # also what its shell has started
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(PATIENCE_S)
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
-    started: list[Machine] = []
-
-    def start(name: str, task: dict[str, Any], **variables: str) -> Machine:
-        started.append(Machine(tmp_path / name, task, **variables))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
+def machine(processes: Processes, home: Path, task: dict[str, Any], **variables: str) -> Child:
+    """The `run` of a task, on a machine that SkyPilot has prepared: a folder that is its home."""
+    for target, source in task["file_mounts"].items():
+        place = home / target.removeprefix("~/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if Path(source).is_dir() else shutil.copyfile)(source, place)
+    given = {name: value for name, value in task.get("envs", {}).items() if value is not None}
+    own = {
+        "HOME": str(home),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NODE_IPS": "127.0.0.1",
+    }
+    return processes.start(execute, "bash", "-c", task["run"], **given, **variables, **own)
 
 
 @pytest.mark.slow
 def test_commands_of_the_tasks_make_a_run(
-    written: Callable[..., Path], machines: Callable[..., Machine]
+    written: Callable[..., Path], processes: Processes, tmp_path: Path
 ) -> None:
     run = written("--serve", SERVE, islands=("L4",))
-    broker = machines("broker", task(run, "broker"))
-    words = wait_for(lambda: [line for line in broker.output.splitlines() if "control " in line])
-    address = words[0].split("control ")[1].split()[0].rstrip(",;")
-    island = machines("island", task(run, "island-0"), DILOCO_SERVER=address)
+    broker = machine(processes, tmp_path / "broker", task(run, "broker"))
+    address = broker.says("control ").split("control ")[1].split()[0].rstrip(",;")
+    of_island = task(run, "island-0")
+    island = machine(processes, tmp_path / "island", of_island, DILOCO_SERVER=address)
     assert island.ends() == 0, island.output
     assert broker.ends() == 0, broker.output
-    assert (run.parent / "broker" / "diloco" / "run" / "final-model.safetensors").exists()
+    assert (tmp_path / "broker" / "diloco" / "run" / "final-model.safetensors").exists()

@@ -108,10 +108,3 @@ def test_metrics_of_the_compose_file_have_their_key(keys: Path) -> None:
     options = [word for word in words if word.startswith("--")]
     shown = run([words[0], "--help"], keys.parent).stdout
     assert all(option in shown for option in options)
-
-
-def test_services_get_the_time_that_an_end_takes() -> None:
-    for unit in UNITS:
-        text = unit.read_text()
-        assert "KillMode=mixed" in text and "TimeoutStopSec=120" in text
-    assert all(service["stop_grace_period"] == "2m" for service in COMPOSE.values())

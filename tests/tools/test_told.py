@@ -1,7 +1,6 @@
 """What the run was told is shown: in the feed, in `status`, by every display and by the exporter."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ from diloco_protocol.monitor.fields import STATUS
 from diloco_protocol.monitor.rows import rows_of
 from diloco_tools.monitor.terminal.scene import View
 from kit.core_harness import FIGURES, a_run, a_stage
-from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame, status, worker
 from kit.past_runs import closed, start
 from kit.process_kit import LOCAL
 from kit.report_pages import facts_of
-from kit.top_screen import LARGE, SMALL, ScreenPilot, document, screen, shown, snapshot
-from kit.top_screen import shown as screen_of
+from kit.top_screen import ScreenPilot, document, screen, snapshot
 from kit.top_text import drawn
 from kit.unit_workers import UnitWorker
 
@@ -198,18 +195,6 @@ def test_status_of_many_workers_fits_a_screen_and_keeps_those_that_are_not_well(
 
 DIRECT = worker("a")
 CREW = [DIRECT, worker("b", via="north"), worker("c", via="north-room1")]
-TEXTS: list[Callable[[dict[str, Any]], str]] = [
-    as_text,
-    lambda document: drawn(document, 140),
-    lambda document: shown(document, (140, 40)),
-]
-
-
-@pytest.mark.parametrize("draw", TEXTS, ids=["status", "one screen", "full screen"])
-def test_column_shows_relays_if_there_are_any(draw: Callable[[dict[str, Any]], str]) -> None:
-    text = draw(status(workers=CREW))
-    assert " via " in text.lower() and "north-room1" in text
-    assert " via " not in draw(status(workers=[DIRECT])).lower()
 
 
 def test_filter_finds_those_that_come_through_a_relay() -> None:
@@ -277,20 +262,6 @@ def test_broker_begins_with_a_warning_where_everybody_may_steer(
     warned = [each.message for each in caplog.records]
     assert bool(warned) == is_warned
     assert not warned or warned[0].startswith("INSECURE: ")
-
-
-@pytest.mark.parametrize("word", ["INSECURE", "keys", "loopback", None])
-def test_displays_say_insecure_and_nothing_of_a_locked_or_older_broker(word: str | None) -> None:
-    keys = {} if word is None else {"security": word}
-    is_open = word == "INSECURE"
-    header, *_ = drawn(status(**keys)).splitlines()
-    assert ("INSECURE" in header) == is_open
-    for size in (SMALL, LARGE):
-        header, *_ = screen_of(document(1, **keys), size, readonly=True).splitlines()
-        assert ("INSECURE" in header) == is_open
-        assert "● LIVE" in header
-    metric = exported(status(**keys)).get(("diloco_broker_insecure", ()))
-    assert metric == (None if word is None else float(is_open))
 
 
 @screen({"size": (80, 24)}, {"size": (140, 40)})

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from diloco_protocol.clients import Answer, ask_once
+from diloco_protocol.clients import Answer
 from diloco_protocol.monitor.fields import confirmed_by
 from diloco_tools.monitor.orders import kick, orders, wrong
 from kit.feed_snapshots import worker
@@ -156,10 +156,6 @@ class TestNoControl:
         await pilot.steers_nothing("give --server ADDR")
 
 
-def impatient(address: str, action: str, _: object) -> Answer:
-    return ask_once(address, action, {}, timeout=0.1)
-
-
 class TestRequests:
     async def test_the_screen_goes_on_while_the_broker_thinks(self, pilot: ScreenPilot) -> None:
         pilot.broker.is_free.clear()
@@ -190,11 +186,6 @@ class TestRequests:
         for thread in threading.enumerate():
             if thread.name == "control":
                 thread.join(20)
-
-    @screen({"ask": impatient, "control": "tcp://127.0.0.1:1"})
-    async def test_broker_that_is_not_there_gets_a_sentence(self, pilot: ScreenPilot) -> None:
-        await pilot.press("s")
-        await pilot.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
 
     @screen({"control": "tcp://tunnel:9"})
     async def test_another_control_address_may_be_given(self, pilot: ScreenPilot) -> None:

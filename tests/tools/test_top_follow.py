@@ -1,72 +1,61 @@
-"""diloco-top as it goes on: --follow, the listening thread, connecting again; and without textual."""
+"""diloco-top as it goes on: --follow, connecting again; and without textual."""
 
 import json
-import os
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import takewhile
-from typing import IO
+from typing import Any
 
 import pytest
 
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
-from kit.top_screen import ScreenPilot
+from kit.process_kit import Child, Processes, interpret, wait_for
 from kit.top_text import top_of
 
 
-@contextmanager
-def following(*arguments: str) -> Iterator[IO[str]]:
-    """The output of diloco-top as a process of its own, for as long as the tests have patience."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "diloco_tools.monitor.terminal.cli", *arguments, "--follow"]
-    with subprocess.Popen(
-        [*command, "--timeout", str(PATIENCE_S)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        encoding="utf-8",
-        env=clean | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
-    ) as process:
-        # A silent pipe must not block the test.
-        guard = threading.Timer(PATIENCE_S, process.kill)
-        guard.start()
-        try:
-            assert process.stdout is not None
-            yield process.stdout
-        finally:
-            guard.cancel()
-            process.kill()
+def following(processes: Processes, *arguments: str) -> Child:
+    """diloco-top as a process of its own, for as long as the tests have patience."""
+    command = ("-m", "diloco_tools.monitor.terminal.cli", *arguments, "--follow")
+    clean = {"NO_COLOR": "", "FORCE_COLOR": "", "COLUMNS": "80"}
+    return processes.run(*command, "--timeout", str(PATIENCE_S), **clean)
 
 
-def test_json_follow_is_a_line_for_each_snapshot(publisher: Publisher) -> None:
-    with following(publisher.address, "--json") as lines:
-        publisher.await_subscriber()
-        publisher.send(frame(status(sequence=1)))
-        assert json.loads(next(lines))["sequence"] == 1
-        publisher.send(frame(status(sequence=1)), frame(LOST | {"sequence": 2}))
-        second = json.loads(next(lines))
-        assert (second["sequence"], second["monitor"]["verdict"]) == (2, "degraded")
-        publisher.close()
-        with Publisher(publisher.address) as again:
-            again.await_subscriber()
-            again.send(frame(status(sequence=1, epoch="cd34")))
-            assert json.loads(next(lines))["epoch"] == "cd34"
+def test_json_follow_is_a_line_for_each_snapshot(
+    publisher: Publisher, processes: Processes
+) -> None:
+    top = following(processes, publisher.address, "--json")
+
+    def line(number: int) -> Any:
+        wait_for(lambda: top.output.count("\n") >= number)
+        return json.loads(top.output.splitlines()[number - 1])
+
+    publisher.await_subscriber()
+    publisher.send(frame(status(sequence=1)))
+    assert line(1)["sequence"] == 1
+    publisher.send(frame(status(sequence=1)), frame(LOST | {"sequence": 2}))
+    second = line(2)
+    assert (second["sequence"], second["monitor"]["verdict"]) == (2, "degraded")
+    publisher.close()
+    with Publisher(publisher.address) as again:
+        again.await_subscriber()
+        again.send(frame(status(sequence=1, epoch="cd34")))
+        assert line(3)["epoch"] == "cd34"
 
 
-def test_text_follow_is_a_screen_after_another_and_tells_of_silence(publisher: Publisher) -> None:
-    def screen(lines: IO[str]) -> str:
-        return "".join(takewhile(lambda line: "round 20 closed" not in line, lines))
+def test_text_follow_is_a_screen_after_another_and_tells_of_silence(
+    publisher: Publisher, processes: Processes
+) -> None:
+    top = following(processes, publisher.address, "--once")
 
-    with following(publisher.address, "--once") as lines:
-        publisher.await_subscriber()
-        publisher.send(frame(status(sequence=1)))
-        assert "● LIVE" in screen(lines)
-        publisher.send(frame(LOST | {"sequence": 2}))
-        assert "◐ DEGRADED" in screen(lines)
-        assert "◐ LATE" in screen(lines)
+    def screen(number: int) -> str:
+        wait_for(lambda: top.output.count("round 20 closed") >= number)
+        return top.output.split("round 20 closed")[number - 1]
+
+    publisher.await_subscriber()
+    publisher.send(frame(status(sequence=1)))
+    assert "● LIVE" in screen(1)
+    publisher.send(frame(LOST | {"sequence": 2}))
+    assert "◐ DEGRADED" in screen(2)
+    assert "◐ LATE" in screen(3)
 
 
 def test_ascii_prints_no_other_sign(publisher: Publisher) -> None:
@@ -75,26 +64,21 @@ def test_ascii_prints_no_other_sign(publisher: Publisher) -> None:
     assert "x lost" in result.stdout
 
 
+def without_textual(*command: str) -> None:
+    sys.modules["textual"] = None  # type: ignore[assignment]
+    interpret("-m", "diloco_tools.monitor.terminal.cli", *command)
+
+
 @pytest.mark.parametrize("options", [("--once",), ("--json",), ()])
-def test_text_and_json_do_without_textual(publisher: Publisher, options: tuple[str, ...]) -> None:
-    without = "import sys; sys.modules['textual'] = None; "
-    code = without + "from diloco_tools.monitor.terminal.cli import app; app()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, publisher.address, *options, "--timeout", str(PATIENCE_S)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-    )
-    try:
-        publisher.await_subscriber()
-        publisher.send(frame(status()))
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0
-    assert "3fa2c1d0" in output
+def test_text_and_json_do_without_textual(
+    publisher: Publisher, processes: Processes, options: tuple[str, ...]
+) -> None:
+    command = (publisher.address, *options, "--timeout", str(PATIENCE_S))
+    top = processes.start(without_textual, *command)
+    publisher.await_subscriber()
+    publisher.send(frame(status()))
+    assert top.ends() == 0
+    assert "3fa2c1d0" in top.output
 
 
 def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:
@@ -104,23 +88,3 @@ def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:
         assert feed.receive(0.0) is None
         assert before.closed, "what it had is not left open"
         publisher.await_subscriber()
-
-
-def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
-    address = publisher.address
-    pilot = ScreenPilot(fill=False, address=address, feed=FeedSubscriber(address))
-
-    async def script() -> None:
-        await pilot.until(lambda: publisher.has_subscriber)
-        publisher.await_subscriber()
-        publisher.send(frame(status()))
-        await pilot.sees("run 3fa2c1d0", "● LIVE")
-        publisher.close()
-        await pilot.waits(30.0)
-        assert "○ STALE 30 s" in pilot.lines()[0]
-        with Publisher(address) as again:
-            await pilot.until(lambda: again.has_subscriber)
-            again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))
-            await pilot.sees("run 4444aaaa", "● LIVE", "1 restart")
-
-    pilot.play(script)

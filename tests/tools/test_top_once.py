@@ -38,17 +38,6 @@ class TestCommand:
         assert printed == drawn(document, address=publisher.address)
         assert result.stderr == ""
 
-    @pytest.mark.parametrize(("options", "in_environment"), [((), False), (("--once",), True)])
-    def test_once_and_the_address_may_be_left_out(
-        self, publisher: Publisher, options: tuple[str, ...], in_environment: bool
-    ) -> None:
-        with sending(publisher, frame(status())) as address:
-            given = {"DILOCO_FEED": address} if in_environment else {}
-            options += () if in_environment else (address,)
-            result = top(*options, "--timeout", str(PATIENCE_S), **given)
-        assert result.exit_code == 0, result.output
-        assert "● HEALTHY" in result.stdout
-
     def test_json_is_the_snapshot_with_the_verdict_beside_it(self, publisher: Publisher) -> None:
         result = top_of(publisher, LOST | {"weather": "fine"}, "--json")
         assert result.exit_code == 1, result.output

@@ -122,15 +122,6 @@ class TestScreen:
         assert "Kick" not in pilot.text()
         await pilot.steers_nothing("A history cannot be steered.")
 
-    async def test_table_may_be_sorted_filtered_and_looked_into(self, pilot: ScreenPilot) -> None:
-        await pilot.press("space", "o")
-        assert pilot.workers()[0] == "mac-mini"
-        await pilot.press("slash", *"xeon", "enter", "enter")
-        assert "Worker xeon" in pilot.text()
-        await pilot.press("escape", "question_mark")
-        assert "play or" in pilot.text()
-        assert "checkpoint now" not in pilot.text()
-
 
 class TestPrinted:
     def test_once_prints_the_end(self, tmp_path: Path) -> None:

@@ -199,39 +199,7 @@ async def test_small_window_says_what_it_needs(pilot: ScreenPilot) -> None:
     assert "too small" not in pilot.text()
 
 
-async def test_names_of_unknown_peers_are_only_text(pilot: ScreenPilot) -> None:
-    name = "a\x1b[2J[red]\nb"
-    events: list[dict[str, Any]] = [{"sequence": 1, "text": "x\r\x1b]0;y\x07", "level": "error"}]
-    news = snapshot(42, workers=[worker(name, host="\x1b[1m", state="\x07")], events=events)
-    await pilot.hears(news, after_s=1.0)
-    await pilot.press("k")
-    assert "\x1b" not in pilot.text()
-    assert "a?[2J[red]?b" in pilot.text()
-    await pilot.press("n", "enter")
-    assert "\x1b" not in pilot.text()
-
-
 # What the full screen is drawn from: order of the table, signs, curves, any feed at all.
-
-
-@pytest.mark.parametrize(
-    ("size", "many"), [(SMALL, 0), (SMALL, 40), ((80, 31), 1), ((240, 70), 40)]
-)
-def test_window_is_filled_exactly(size: tuple[int, int], many: int) -> None:
-    lines = shown(document(1, workers=[worker(f"w{n}") for n in range(many)]), size).splitlines()
-    assert len(lines) == size[1]
-    assert max(map(cell_len, lines)) <= size[0]
-    assert "q Quit" in lines[-1]
-
-
-def test_more_room_shows_more() -> None:
-    wide = shown(document(1), (180, 40))
-    for title in ("STATE", "SYNCED", "UP", "DOWN", "PUSHES", "REJ", "STEPS", "TOKENS"):
-        assert title in wide
-    small = shown(document(1), (80, 24))
-    for title in ("WORKER", "HEALTH", "HOST", "ROUND", "INNER", "SPEED", "LOSS", "HEARD", "STALE"):
-        assert title in small
-    assert "TOKENS" not in small
 
 
 @pytest.mark.slow
@@ -275,13 +243,6 @@ async def test_first_round_does_not_flatten_the_curve(pilot: ScreenPilot) -> Non
         await pilot.hears(snapshot(number, last_round=closed), after_s=1.0)
     assert "loss 2.820  2.820 to" in pilot.text()
     assert "↑" in pilot.text(), "the first two are off the scale, and it says so"
-
-
-@pytest.mark.parametrize("options", [{}, {"readonly": True}, {"encoding": "ascii"}])
-def test_footer_fits_80_columns(options: dict[str, Any]) -> None:
-    last = shown(document(1), **options).splitlines()[-1]
-    assert "q Quit" in last
-    assert ("Kick" in last) is not options.get("readonly", False)
 
 
 def test_no_key_means_two_things() -> None:

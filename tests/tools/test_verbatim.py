@@ -12,9 +12,7 @@ from diloco_broker.cli.status_text import as_text
 from diloco_lab.bench.report.figures import figure, tables
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.monitor.metrics.metrics import label_value
 from diloco_tools.terminal import console
-from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame, status, worker
 from kit.paths import MODULES
 from kit.tool_results import RESULTS, report
@@ -96,12 +94,6 @@ async def test_full_screen_shows_names_verbatim(pilot: ScreenPilot, name: str) -
     await pilot.sees(f"There is no {name}.")
     await pilot.press("S")
     await pilot.sees(f"Type {name[:8]} and press enter")
-
-
-@EVERY_NAME
-def test_metrics_have_names_as_they_are(name: str) -> None:
-    labels = {label for _, values in exported(unknown_peers(name)) for label in values}
-    assert label_value(name) == name and name in labels
 
 
 @pytest.mark.slow

@@ -9,20 +9,18 @@ was counted once. That only missing chunks are sent again is tested in `worker/s
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoWorker
 from kit.proxy import Cut, MessageProxy
-from kit.reference import Outcome, Trainee, state_of
-from kit.whole_run import Event, adamw, assert_same, make_config, run, trainee, trainees
+from kit.reference import Outcome, state_of
+from kit.whole_run import Event, assert_same, make_config, run, trainees
 
 UP, DOWN = True, False
 # 83 parameters are eleven chunks: a push needs more than its first credit, which is 6.
@@ -92,18 +90,17 @@ def through_the_proxy(
     name: str,
     cuts: Iterable[Cut],
     steps: int,
-    make: Callable[[int], list[Trainee]] = trainees,
     *,
     provided: bool = True,
     before: Event | None = None,
     **options: Any,
 ) -> Run:
-    """A run of which all workers come through the proxy, and `make` from their number what they train.
+    """A run of which all workers come through the proxy.
 
     The broker has the first parameters if they are `provided`; `before` is called before each step.
     """
     workers, usual = MODES[name]
-    made = make(workers)
+    made = trainees(workers)
     initial = state_of(made[0].model) if provided else None
     usual = {"chunk_elements": CHUNK_ELEMENTS, "disconnect_grace": GRACE_S, **usual}
     config = make_config(workers=workers, **usual | options)
@@ -133,13 +130,9 @@ def calm(name: str, steps: int) -> Run:
 
 def change_no_bit(name: str, cuts: Sequence[Cut], steps: int, **options: Any) -> None:
     """A run with these cuts is the calm one."""
-    check(name, through_the_proxy(name, cuts, steps, **options), calm(name, steps), cuts, steps)
-
-
-def check(name: str, got: Run, wanted: Run, cuts: Sequence[Cut], steps: int) -> None:
-    """What every run must keep to, whatever broke."""
+    got = through_the_proxy(name, cuts, steps, **options)
     workers, rounds = MODES[name][0], steps // STEPS_A_PUSH
-    assert_same(got.outcome, wanted.outcome, exact=True)
+    assert_same(got.outcome, calm(name, steps).outcome, exact=True)
     metrics = [hook.sync_metrics for hook in got.hooks]
     assert [each.pushes for each in metrics] == [rounds] * workers
     breaks = sum(cut.kind not in UNNOTICED for cut in cuts)
@@ -177,32 +170,6 @@ def test_break_and_reply_within_one_long_step_change_no_bit(kinds: str, name: st
 @pytest.mark.parametrize("name", ["streaming mean", "fragments"])
 def test_break_in_the_first_upload_of_parameters_changes_no_bit(name: str) -> None:
     change_no_bit(name, SEEDING, 6, provided=False)
-
-
-def wide(workers: int) -> list[Trainee]:
-    """Seven chunks of 2500 elements, 10 kB: more than ZeroMQ reads at once."""
-    made = []
-    for worker in range(workers):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 2000), nn.Tanh(), nn.Linear(2000, 3))
-        made.append(trainee(model, adamw(model), worker))
-    return made
-
-
-WIDE_STEPS = 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("up", "name"), [(UP, "streaming mean"), (DOWN, "fragments in order")])
-def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> None:
-    place = random.Random(f"{name} {up}")
-    cuts = [
-        Cut(up, "chunk", place.randrange(4), passed=place.randrange(1, 10_000)) for _ in range(8)
-    ]
-    got, wanted = (
-        through_the_proxy(name, each, WIDE_STEPS, wide, chunk_elements=2500) for each in (cuts, [])
-    )
-    check(name, got, wanted, cuts, WIDE_STEPS)
 
 
 # The chunks of a push in two modes; each of the other messages in one of them, the rest at night.

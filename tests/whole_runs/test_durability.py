@@ -7,13 +7,14 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,25 +23,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage import checkpoint
+from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.checkpoint import Damaged, found, load
-from diloco_broker.storage.folder_lock import LOCK, FolderLock
-from diloco_protocol import UsageError
 from diloco_protocol.version import VersionId
-from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
+from diloco_worker import DiLoCoClient, GlobalParameters
 from kit import process_kit
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.layers import SIZE, Layers, delta, name_of
+from kit.core_harness import a_run
+from kit.layers import Layers, delta, name_of
 from kit.process_kit import (
-    LOCAL,
     PATIENCE_S,
     Processes,
     a_free_address,
     memory_kib,
     wait_for,
 )
-from kit.proxy import ForgettingProxy
 
 FP32 = ("--wire-dtype", "fp32")
 
@@ -270,90 +268,6 @@ def test_second_signal_ends_at_once_as_a_save_hangs(processes: Processes, tmp_pa
     assert [load(path).number for path in found(tmp_path / "run")] == [0]
 
 
-H = 4
-# The proxy swallows everything from here on: about half of the 36 chunks are at the broker then.
-CHUNKS = 20
-
-
-def step(model: Layers, optimizer: torch.optim.Optimizer, number: int) -> None:
-    x = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(100 + number))
-    optimizer.zero_grad()
-    model.layers[0](x).pow(2).mean().backward()
-    optimizer.step()
-
-
-def reached() -> Tensor:
-    """Where a worker gets to from the first parameters, all by itself."""
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(H):
-        step(model, optimizer, number)
-    weight: Tensor = model.state_dict()[name_of(0)]
-    return weight
-
-
-def train_from_checkpoint(address: str, path: Path, save_at: int) -> None:
-    """A script that goes on from its checkpoint, if there is one, and writes one at a step."""
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    diloco = DiLoCoWorker(model, optimizer, server=address, worker_id="a")
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "diloco": diloco}
-    done = 0
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        done = saved["done"]
-    with diloco:
-        print(f"begins at {done}", flush=True)
-        while done < H:
-            step(model, optimizer, done)
-            done += 1
-            if done == save_at and not path.exists():
-                saved = {name: part.state_dict() for name, part in parts.items()}
-                torch.save({**saved, "done": done}, path)
-
-
-@pytest.mark.parametrize(
-    ("saved_at", "reducer"),
-    [(None, {}), (2, {"deterministic": True})],
-    ids=["begun again", "resumed, staged"],
-)
-def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
-    processes: Processes, tmp_path: Path, saved_at: int | None, reducer: dict[str, Any]
-) -> None:
-    audit, path = tmp_path / "audit.jsonl", tmp_path / "script.pt"
-    rule: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "disconnect_grace": 0.1}
-    config = BrokerConfig(workers=2, sync_every=H, audit=str(audit), **LOCAL, **rule, **reducer)
-    start = Layers().state_dict()[name_of(0)]
-    with (
-        Broker(config) as broker,
-        ForgettingProxy(broker.address, True, CHUNKS) as proxy,
-        DiLoCoClient(broker.address, worker_id="b", timeout=PATIENCE_S) as other,
-    ):
-        other.join(Layers())
-        first = processes.start(train_from_checkpoint, proxy.address, path, saved_at or 0)
-        assert proxy.has_forgotten.wait(PATIENCE_S), "it never got to its upload"
-        first.kill()
-        assert path.exists() is (saved_at is not None)
-        second = processes.start(train_from_checkpoint, broker.address, path, 0)
-        second.says(f"begins at {saved_at or 0}")
-        theirs = torch.full_like(start, 0.5)
-        other.push({name_of(0): theirs}, steps=H)
-        got = other.pull().tensors[name_of(0)]
-        assert second.ends() == 0
-        status = other.status()
-    mine = start - reached()
-    torch.testing.assert_close(got, start - (mine + theirs) / 2, rtol=1e-6, atol=1e-6)
-    lines = [json.loads(line) for line in audit.read_text().splitlines()]
-    (version,) = [line for line in lines if line["pushes"]]
-    incarnations = [push for push in version["pushes"] if push["worker"] == "a"]
-    assert len(incarnations) == (1 if reducer else 2), (
-        "the kill came too early or too late for this test"
-    )
-    assert status["round"]["number"] == 1
-
-
 def test_run_goes_on_with_a_full_disk_and_saves_later(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broker = processes.broker(save_dir=str(folder), keep=2)
@@ -410,37 +324,26 @@ def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: P
     assert "Traceback" not in broker.output
 
 
-@pytest.mark.slow
-def test_audit_log_has_no_wrong_line_after_a_full_disk(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """Lines that could not be written may be missing; all others can be read."""
-    audit = tmp_path / "audit"
-    broker = processes.broker(audit=str(audit))
-    with a_client(broker.address()) as client:
-        pushes_and_pulls(client, 0, 2)
-        broker.may_write(audit.stat().st_size + 100)  # a line is cut in the middle
-        pushes_and_pulls(client, 2, 4)
-        broker.may_write(-1)
-        pushes_and_pulls(client, 4, 6)
-    broker.kill()
-    again = processes.broker(audit=str(audit))
-    with a_client(again.address()) as client:
-        pushes_and_pulls(client, 0, 1)
-    lines = [json.loads(line) for line in audit.read_text().splitlines()]
-    rounds = [line["round"] for line in lines if line["pushes"]]
-    assert rounds[:2] == [0, 1]
-    assert rounds[-3:] == [4, 5, 0]
-
-
-def test_folder_is_locked_until_its_broker_is_killed(processes: Processes, tmp_path: Path) -> None:
-    broker = processes.broker(save_dir=str(tmp_path))
-    broker.address()
-    config = BrokerConfig(save_dir=str(tmp_path), **LOCAL)
-    with pytest.raises(UsageError, match=rf"process {broker.pid}\) saves to .*another --save-dir"):
-        Broker(config)
-    broker.kill()
-    Broker(config).close()
+def test_audit_log_has_no_wrong_line_after_a_full_disk(tmp_path: Path) -> None:
+    """The line that could not be written is missing; all others can be read."""
+    stage, (a,) = a_run("a")
+    a.pushes(7)
+    file = tmp_path / "audit"
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(AuditLog(file, "e")) as log:
+        log.add(stage.audits[-1])
+        room = file.stat().st_size + 100
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # of this process
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                log.add(stage.audits[-1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        log.add(stage.audits[-1])
+    with closing(AuditLog(file, "f")) as log:
+        log.add(stage.audits[-1])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == ["e", "e", "f"]
 
 
 def bytes_written(file: str) -> int:
@@ -468,28 +371,6 @@ def test_save_copies_no_model_and_stops_no_loop(processes: Processes, tmp_path: 
         assert bytes_written(f"/proc/{broker.pid}/io") > 40e6, "by all threads"
         assert bytes_written(f"/proc/{broker.pid}/task/{broker.pid}/io") < 1e6, "by the loop's"
     assert (found(tmp_path)[0] / "fragment-0.safetensors").stat().st_size > 40e6
-
-
-@pytest.mark.slow
-def test_killed_save_leaves_what_was_there(processes: Processes, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    draw = random.Random(5)
-    for incarnation in range(1, 5):
-        child = processes.start(process_kit.save_for_ever, folder, incarnation)
-        child.says(f"saved 2 of {incarnation}")
-        threading.Event().wait(draw.uniform(0, 0.05))  # the moment is the fault
-        child.kill()
-        made = [load(path) for path in found(folder)]
-        assert made[0].incarnation == incarnation
-        assert made[0].number >= 2
-        for each in made:
-            assert_equal(
-                each,
-                replace(a_checkpoint(each.number, seed=each.number), incarnation=each.incarnation),
-            )
-    FolderLock(folder).release()
-    left = {path.name for path in folder.iterdir()}
-    assert left == {LOCK, *(path.name for path in found(folder))}, "unfinished saves are removed"
 
 
 def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from kit.examples import FOLDER
 from kit.paths import ROOT
+from kit.process_kit import Processes, execute
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 INSTALLS_WITHIN_S, ENDS_WITHIN_S = 600, 60
@@ -50,31 +50,13 @@ def _refusal(command: list[str]) -> str:
     return done.stderr[-500:] or "no reason is given" if done.returncode else ""
 
 
-@pytest.fixture
-def broker(commands: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The daemon of the wheel: its control and feed address."""
-    options = ["--workers", "1", "--sync-every", "10", "--save-dir", str(tmp_path / "run")]
-    binds = ["--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"]
-    command = [str(commands / "diloco-broker"), "serve", *options, *binds]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        try:
-            assert process.stdout is not None
-            found: dict[str, str] = {}
-            while not {"control", "feed"} <= found.keys():
-                line = process.stdout.readline()
-                assert line, "the daemon has ended"
-                name, _, address = line.strip().partition(" ")
-                found[name] = address.strip()
-            yield found["control"].split()[0], found["feed"].split()[0]
-        finally:
-            process.terminate()
-            process.wait(ENDS_WITHIN_S)
-
-
 def test_daemon_hook_and_displays_of_the_base_install_work_together(
-    commands: Path, broker: tuple[str, str], tmp_path: Path
+    commands: Path, processes: Processes, tmp_path: Path
 ) -> None:
-    server, feed = broker
+    options = ("--workers", "1", "--sync-every", "10", "--save-dir", "run")
+    binds = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
+    broker = processes.start(execute, str(commands / "diloco-broker"), "serve", *options, *binds)
+    server, feed = broker.address(), broker.says("feed ").split()[1]
     script = (commands / "python", FOLDER / "plain_loop.py", "--steps", "40")
     environment = {"PATH": "", "DILOCO_SERVER": server}
     assert "after 4 pushes" in _output(*script, cwd=tmp_path, env=environment)

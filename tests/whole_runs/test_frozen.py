@@ -43,15 +43,6 @@ def joins(broker: Broker, model: nn.Module, worker_id: str) -> tuple[int, int]:
         return metrics.bytes_up, metrics.bytes_down
 
 
-@pytest.mark.slow
-def test_join_with_100_million_frozen_parameters_costs_less_than_10_mb(
-    broker: Broker,
-) -> None:
-    joins(broker, Adapted(elements=100_000_000), "first")
-    up, down = joins(broker, Adapted(elements=100_000_000), "second")
-    assert up + down < 10_000_000
-
-
 @pytest.mark.parametrize("half", [False, True])
 def test_who_has_the_frozen_parameters_fetches_the_others_alone(broker: Broker, half: bool) -> None:
     first, second = Adapted(half=half), Adapted(half=half)

@@ -54,14 +54,6 @@ def final_model(
     return load_file(folder / "run" / "final-model.safetensors")
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].shape == value.shape
-        apart = (found[name].double() - value.double()).abs().max()
-        assert apart <= by, f"{name} differs by {apart:g}"
-
-
 QUANTIZED = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z", "feedback_decay": 0.75}
 RELAYED = {**SYNC, "relays": True, "wire_dtype": "fp32"}
 DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
@@ -72,17 +64,12 @@ AT_NIGHT = pytest.mark.nightly
     ("mode", "crew", "options", "by"),
     [
         # The mean of the gradients of two equal batches is that of one, so all sums are the same.
-        pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
-        pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp", marks=AT_NIGHT),
         pytest.param(QUANTIZED, [DDP, PLAIN], {}, 0.0, id="quantized-ddp"),
         pytest.param(RELAYED, [DDP, PLAIN], {}, 1e-6, id="relay-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
-        pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp", 3)], {}, 1e-6, id="streaming-fsdp3-uneven"),
-        pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2", marks=AT_NIGHT),
         pytest.param(STREAMING, [("fsdp-tp", 4)], EVEN, 1e-6, id="streaming-fsdp2-tp2"),
         # Stages of a pipeline, with a tied weight.
-        pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline", marks=AT_NIGHT),
         pytest.param(STREAMING, [("pipeline", 2)], RULE, 0.0, id="streaming-pipeline"),
         pytest.param(
             *(STREAMING, [PLAIN, DDP, ("fsdp", 4)], {}, 1e-6), id="streaming-1-2-4", marks=AT_NIGHT
@@ -97,7 +84,8 @@ def test_workers_of_several_processes_come_to_what_those_of_one_come_to(
     by: float,
 ) -> None:
     plain = final_model(processes, mode, *[PLAIN] * len(crew), **options)
-    assert_close(final_model(processes, mode, *crew, **options), plain, by)
+    found = final_model(processes, mode, *crew, **options)
+    torch.testing.assert_close(found, plain, rtol=0, atol=by)
 
 
 def test_process_that_leaves_after_its_leader_counts_the_same(
@@ -257,7 +245,6 @@ OPTIONS: dict[str, Any] = {
     ("phase", "rank"),
     [
         pytest.param("freezing", 0, id="freezing-leader"),
-        pytest.param("pushing", 1, id="pushing-other"),
         pytest.param("waiting", 0, id="waiting-leader", marks=AT_NIGHT),
         pytest.param("merging", 1, id="merging-other"),
     ],

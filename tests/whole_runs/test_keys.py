@@ -68,11 +68,8 @@ def test_worker_may_not_take_another_name_than_its_key_has(folder: KeyFolder) ->
     ("name", "action", "is_done"),
     [
         ("anna", "pause", True),
-        ("w0", "pause", False),
         ("display", "pause", False),
-        ("display", "manifest", False),
         ("display", "status", True),
-        ("w0", "status", True),
     ],
 )
 def test_operators_steer_and_others_read(

@@ -1,6 +1,5 @@
 """Relays and their hub are killed and cut off: the result is that of one broker."""
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from diloco_broker.storage.model_file import write_model
 from diloco_worker import DiLoCoClient
-from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_for
+from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 from kit.proxy import Cut, MessageProxy
 from kit.sites import Sites, a_model, assert_close, ledger_of, star
 
@@ -159,18 +158,3 @@ def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
         counted = {name: len(pushes) for name, pushes in ledger_of(hub).items()}
         assert counted == dict.fromkeys("abc", 4)
     assert_close(found, star(ROUNDS, *"abc", chunk_elements=CHUNK))
-
-
-def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) -> None:
-    _, hub = processes.serve("--no-save", "--relays", "--sync-every", "10", *FP32)
-    where = ("--bind", a_free_address(), "--feed", ANYWHERE)
-    words = ("-m", "diloco_broker", "relay", "--parent", hub, "--name", "north", *where)
-    relays = [processes.run(*words)]
-    worker = processes.train("a", relays[0].address(), 400, 0.005)
-    with DiLoCoClient(hub, timeout=PATIENCE_S) as observer:
-        wait_for(lambda: observer.status()["round"]["number"] >= 2)
-        relays[0].gets(signal.SIGTERM)
-        assert relays[0].ends() == 0
-        relays.append(processes.run(*words))
-        assert worker.ends() == 0
-        assert observer.status()["round"]["number"] >= 10

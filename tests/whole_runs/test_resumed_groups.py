@@ -48,8 +48,7 @@ def train_from_checkpoint(
     """It saves after step `save_at`, and dies after `dies_at`.
 
     Model and optimizer are saved whole. `load` says which state of the worker each process loads: its
-    "own", "all", or that of "dcp". `spoilt` differs from the saved state: the "model", or the "moment"
-    of the last process.
+    "own", "all", or that of "dcp". If it is `spoilt`, the model differs from the saved state.
     """
     model, group = language(), None
     rank = int(os.environ["RANK"])
@@ -111,11 +110,9 @@ def goes_on(
     model.load_state_dict(saved[0]["model"])
     optimizer.load_state_dict(saved[0]["optimizer"])
     states = [each["diloco"] for each in saved if "diloco" in each]
-    if options.get("spoilt") == "model":
+    if options.get("spoilt"):
         with torch.no_grad():
             next(model.parameters())[-1].add_(0.5)
-    elif options.get("spoilt") == "moment":
-        states[-1]["local_step"] -= 1
     if options["load"] == "dcp":
         diloco.load_dcp(folder / "dcp")
     else:
@@ -128,11 +125,11 @@ def kind_of(count: int) -> str:
     return "ddp" if count > 1 else "plain"
 
 
-# Each way to load in each mode, each change of the number once: not their product.
+# Each mode, each way to load and each change of the number: not their product.
 @pytest.mark.parametrize(
     ("mode", "before", "after", "load"),
     [
-        *(("sync", 2, 2, "own"), ("sync", 2, 1, "all"), ("sync", 2, 3, "dcp")),
+        ("sync", 2, 1, "all"),
         *(("streaming", 3, 2, "all"), ("streaming", 1, 2, "dcp")),
         *(("quantized", 2, 2, "own"), ("quantized", 2, 3, "all"), ("quantized", 2, 1, "dcp")),
         ("one-chunk", 1, 3, "all"),
@@ -167,28 +164,12 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         now = (results[0]["steps"] - 18) * 8 * (after if dies_at > 0 else before)
         assert counted == then + now, "tokens of all processes together are those of the worker"
         models.append(load_file(folder / "run" / "final-model.safetensors"))
-    stopped, whole = models
-    for name, value in whole.items():
-        assert stopped[name].equal(value), name
+    torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "load", "spoilt", "words"),
-    [
-        (2, 2, "own", "model", "tensors differ (embed.weight)"),
-        (2, 1, "all", "model", "tensors differ (embed.weight)"),
-        (1, 2, "all", "model", "tensors differ (embed.weight)"),
-        (2, 2, "own", "moment", "load in each a state of the same moment"),
-    ],
-)
-def test_parts_of_different_checkpoints_are_refused_by_all(
-    processes: Processes,
-    tmp_path: Path,
-    before: int,
-    after: int,
-    load: str,
-    spoilt: str,
-    words: str,
+@pytest.mark.parametrize(("before", "after", "load"), [(2, 2, "own"), (1, 2, "all")])
+def test_model_of_another_checkpoint_is_refused_by_all(
+    processes: Processes, tmp_path: Path, before: int, after: int, load: str
 ) -> None:
     """The distance of a stale model from its base would be pushed as if it had been trained."""
     broker = processes.broker(save_dir=None, **SYNC)
@@ -200,8 +181,8 @@ def test_parts_of_different_checkpoints_are_refused_by_all(
         load=load,
     )
     assert -9 in island.ends()
-    island.go_on(kind_of(after), after, spoilt=spoilt)
+    island.go_on(kind_of(after), after, spoilt=True)
     codes = island.ends()
     assert all(code > 0 for code in codes), codes
     for each in island.ranks:
-        assert words in each.output, each.output
+        assert "tensors differ (embed.weight)" in each.output, each.output

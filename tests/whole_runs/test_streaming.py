@@ -6,8 +6,8 @@ for the loop and `whole_run.py` for the run.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
 from kit.process_kit import wait_for
 from kit.raw_codecs import decode, encode
-from kit.reference import Outer, Plan, State, Trainee, state_of, streaming
+from kit.reference import Outer, Plan, State, Trainee, streaming
 from kit.whole_run import (
     adamw,
     an_mlp,
@@ -87,19 +87,6 @@ def test_contributions_weigh_by_reports_since_the_fragment_was_last_sent(
         assert_same(got, streaming(trainees(3), 17, plan))
 
 
-@pytest.mark.parametrize(("mode", "outer"), [("sync", "nesterov"), ("async", "dn")])
-def test_one_worker_that_keeps_every_step_is_its_inner_optimizer(mode: str, outer: str) -> None:
-    """H = 1, eta = 1, mu = 0: theta - (theta - theta_1) is what the inner step made of it."""
-    options: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 1}
-    with Broker(make_config(mode=mode, outer=outer, **options)) as broker:
-        got = run(broker, trainees(1, adamw), 12)
-    plain = trainees(1, adamw)[0]
-    for ours in got.histories[0]:
-        plain.step()
-        for name, tensor in state_of(plain.model).items():
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6)
-
-
 def test_on_a_fast_network_fragments_are_merged_one_step_after_their_slot() -> None:
     """By default a reply is merged when it is here: before the next step, that is tau = 1."""
     pieces = 3
@@ -130,35 +117,41 @@ CHUNK = 300  # a block and a part of one
 QUANTIZED = ["int8", "int4", "int4z"]
 
 
-class WithFeedback:
-    """The way of all workers' deltas: what each leaves out goes with the next of the same fragment."""
+Read = Callable[[torch.Tensor], torch.Tensor]
 
-    def __init__(self, wire: str) -> None:
-        self.wire = wire
-        self.residuals: dict[tuple[int, str], torch.Tensor] = {}
+
+class WithFeedback:
+    """The deltas of all workers as the broker reads them.
+
+    What the codec leaves out, times `decay`, goes with the next delta of the same fragment.
+    """
+
+    def __init__(self, read: Read, decay: float = 1.0) -> None:
+        self.read, self.decay = read, decay
+        self.residuals: dict[tuple[int, frozenset[str]], torch.Tensor] = {}
 
     def __call__(self, worker: int, delta: State) -> State:
-        sent = {
-            name: self.residuals.get((worker, name), torch.zeros(())) + value
-            for name, value in delta.items()
-        }
-        read = as_read(sent, self.wire)
-        for name, value in sent.items():
-            self.residuals[worker, name] = value - read[name]
-        return read
+        key = worker, frozenset(delta)
+        flat = torch.cat([value.reshape(-1) for value in delta.values()])
+        sent = self.decay * self.residuals.get(key, torch.zeros_like(flat)) + flat
+        read = self.read(sent)
+        self.residuals[key] = sent - read
+        return cut_like(delta, read)
 
 
-def as_read(delta: State, wire: str) -> State:
-    """A fragment's delta behind its way: its tensors one behind the other, cut into chunks."""
-    flat = torch.cat([value.reshape(-1) for value in delta.values()])
-    read: list[float] = []
-    for part in torch.split(flat, CHUNK):
-        read += decode(encode(part.tolist(), wire), wire, len(part))
-    sizes = [value.numel() for value in delta.values()]
-    parts = torch.split(torch.tensor(read), sizes)
+def cut_like(delta: State, flat: torch.Tensor) -> State:
+    parts = torch.split(flat, [value.numel() for value in delta.values()])
     return {
         name: part.view_as(value) for (name, value), part in zip(delta.items(), parts, strict=True)
     }
+
+
+def as_read(flat: torch.Tensor, wire: str) -> torch.Tensor:
+    """A fragment's values in order, encoded in chunks and decoded."""
+    read: list[float] = []
+    for part in torch.split(flat, CHUNK):
+        read += decode(encode(part.tolist(), wire), wire, len(part))
+    return torch.tensor(read)
 
 
 FRAGMENTS, REBASE = Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)
@@ -174,12 +167,13 @@ FRAGMENTS, REBASE = Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)
 )
 def test_run_quantized_both_ways_equals_the_loop_bit_for_bit(codec: str, plan: Plan) -> None:
     """All workers hold the same bits behind each version: those of the loop's one copy."""
+    read = partial(as_read, wire=codec)
     check(
         plan,
         with_adamw,
         config={"wire_dtype": codec, "reply_dtype": codec, "chunk_elements": CHUNK},
-        travels=WithFeedback(codec),
-        replies=partial(as_read, wire=codec),
+        travels=WithFeedback(read),
+        replies=lambda delta: WithFeedback(read)(0, delta),
     )
 
 
@@ -203,25 +197,6 @@ def q2_of_top_k(e: torch.Tensor) -> torch.Tensor:
         mean = by_halves(torch.where(group, m / group.sum(), 0)).bfloat16().float()
         s[at[group]] = mean * e[at[group]].sign()
     return s
-
-
-class Accumulators:
-    """Of each worker e <- beta e + Delta; s = Q2(TopK(e)); e <- e - s."""
-
-    def __init__(self) -> None:
-        self.e: dict[tuple[int, frozenset[str]], torch.Tensor] = {}
-
-    def __call__(self, worker: int, delta: State) -> State:
-        key = worker, frozenset(delta)
-        flat = torch.cat([value.reshape(-1) for value in delta.values()])
-        e = BETA * self.e.get(key, torch.zeros_like(flat)) + flat
-        s = q2_of_top_k(e)
-        self.e[key] = e - s
-        parts = torch.split(s, [value.numel() for value in delta.values()])
-        return {
-            name: part.view_as(value)
-            for (name, value), part in zip(delta.items(), parts, strict=True)
-        }
 
 
 def falling(_: int) -> Outer:
@@ -252,6 +227,6 @@ def test_run_of_sparseloco_equals_the_plain_loop_bit_for_bit(plan: Plan) -> None
     base = {"workers": 2, "deterministic": True, **options_of(plan)}
     with Broker(make_config(**base, **options)) as broker:
         got = run(broker, trainees(2, adamw), steps)
-    travels = Accumulators()
+    travels = WithFeedback(q2_of_top_k, BETA)
     assert_same(got, streaming(trainees(2, adamw), steps, plan, falling, travels=travels))
-    assert all(bool(e.any()) for e in travels.e.values()), "something was left out"
+    assert all(bool(e.any()) for e in travels.residuals.values()), "something was left out"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov
+from diloco_broker.tensors.outer.chunked import Adam, Buffered, DelayedNesterov, Nesterov
 from diloco_broker.tensors.outer.make import Outer, make_outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -190,6 +190,10 @@ def test_groups_have_what_is_set_and_say_what_they_have(make: Any, groups: Outer
         ),
         ({"outer": "fedbuff", "dn_buffer": 3}, Buffered(Nesterov(0.7, 0.9), 3)),
         ({"outer": "dn"}, DelayedNesterov(0.7, 0.9, 1)),
+        (
+            {"outer": "cgad", "workers": 4, "mode": "async", "cgad_epsilon": 0.01},
+            Adam(0.7, 0.9, 0.01, share=0.25),
+        ),
         ({"factory": adamw}, TorchOuter(adamw)),
         ({"factory": adamw, "mode": "async", "workers": 4}, TorchOuter(adamw)),
         ({"factory": adamw, "outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, 3)),

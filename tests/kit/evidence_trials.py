@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
-import torch
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_lab.evidence.training import virtual_order
@@ -17,7 +16,19 @@ from diloco_tools.demo.model import (
     build_optimizer,
     learning_rate_factor,
 )
-from kit.reference import Buffered, DelayedNesterov, Outer, State, nesterov
+from kit.reference import (
+    Buffered,
+    DelayedNesterov,
+    Outer,
+    Plan,
+    State,
+    Trainee,
+    difference,
+    nesterov,
+    put,
+    state_of,
+    streaming,
+)
 
 TINY_MODEL = GPTConfig(context=16, width=16, layers=4, heads=2)
 SPEEDS = (0.58, 0.75, 1.51, 3.33)
@@ -45,40 +56,28 @@ def outer_step(kind: str, workers: int, eta: float, mu: float) -> Outer:
     return made[kind]
 
 
-class Replica:
-    """A worker as a plain model."""
+def in_bf16(_: int, delta: State) -> State:
+    """A delta as it travels."""
+    return {name: value.bfloat16().float() for name, value in delta.items()}
+
+
+class Replica(Trainee):
+    """A worker as a plain model; `places` of the learning rate's schedule, one for each step."""
 
     def __init__(self, trial: Trial, number: int, text: Text) -> None:
-        self.trial = trial
-        self.model = build_model(trial.seed, TINY_MODEL)
-        self.optimizer = build_optimizer(self.model, trial.recipe)
+        model = build_model(trial.seed, TINY_MODEL)
+        super().__init__(model, build_optimizer(model, trial.recipe), self._step)
+        self.trial, self.places = trial, iter(range(trial.steps))
         seed = batch_seed(trial.seed, number)
         self.batches = training_batches(text.shards[number], trial.batch, TINY_MODEL.context, seed)
-        self.base = self.state
 
-    @property
-    def state(self) -> State:
-        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
-
-    def train(self, places: list[int]) -> None:
-        """A step at each of these places of the learning rate's schedule."""
-        for place in places:
-            factor = learning_rate_factor(self.trial.recipe, place)
-            self.optimizer.param_groups[0]["lr"] = self.trial.lr * factor
-            self.model.loss(*next(self.batches)).backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    @property
-    def delta(self) -> State:
-        """As it travels in bf16."""
-        now = self.state
-        return {name: (self.base[name] - now[name]).bfloat16().float() for name in now}
-
-    def take(self, theta: State) -> None:
-        self.model.load_state_dict(theta)
-        self.base = self.state
+    def _step(self) -> None:
+        factor = learning_rate_factor(self.trial.recipe, next(self.places))
+        self.optimizer.param_groups[0]["lr"] = self.trial.lr * factor
+        self.model.loss(*next(self.batches)).backward()  # type: ignore[operator]
+        clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def without_a_broker(
@@ -86,45 +85,42 @@ def without_a_broker(
 ) -> State:
     """The global parameters at the end. `weights` of the workers, by round; else all alike."""
     replicas = [Replica(trial, number, text) for number in range(trial.workers)]
-    theta = replicas[0].state
     given = trial.options
     outer = outer_step(kind, trial.workers, given["outer_lr"], given["outer_momentum"])
     if trial.is_async:
-        _in_virtual_time(trial, replicas, theta, outer)
-        return theta
-    for number in range(trial.rounds):
-        places = [number * trial.sync_every + step for step in range(trial.sync_every)]
-        for replica in replicas:
-            replica.train(places)
-        voices = (weights or {}).get(number, [1.0] * trial.workers)
-        deltas = [replica.delta for replica in replicas]
-        mean = {
-            name: sum((w * d[name] for w, d in zip(voices, deltas, strict=True)), torch.zeros(()))
-            / sum(voices)
-            for name in theta
-        }
-        theta |= outer(theta, mean)
-        for replica in replicas:
-            replica.take(theta)
-    return theta
+        return _in_virtual_time(trial, replicas, outer)
+
+    def weight(worker: int, step: int) -> int:
+        return 1 if weights is None else int(weights[step // trial.sync_every][worker])
+
+    plan = Plan(trial.sync_every, [list(state_of(replicas[0].model))])
+    ended = streaming(replicas, trial.steps, plan, lambda _: outer, report=weight, travels=in_bf16)
+    return ended.final
 
 
-def _in_virtual_time(trial: Trial, replicas: list[Replica], theta: State, outer: Outer) -> None:
+def _in_virtual_time(trial: Trial, replicas: list[Replica], outer: Outer) -> State:
     steps = [trial.steps_between(number) for number in range(trial.workers)]
     total, made = trial.steps * trial.workers, 0
     begun = [0.0] * trial.workers
+    theta = state_of(replicas[0].model)
+    bases = [theta] * trial.workers
     for _, number in virtual_order(trial.speeds, steps):
-        count = steps[number]
+        count, replica = steps[number], replicas[number]
         ends = min(1.0, made / total + count / total)
         span = ends - begun[number]
-        places = [int(trial.steps * (begun[number] + span * k / count)) for k in range(count)]
-        replicas[number].train(places)
-        theta |= outer(theta, replicas[number].delta)
-        replicas[number].take(theta)
+        replica.places = iter(
+            int(trial.steps * (begun[number] + span * k / count)) for k in range(count)
+        )
+        for _ in range(count):
+            replica.step()
+        theta = theta | outer(theta, in_bf16(number, difference(bases[number], replica.model)))
+        put(replica.model, theta)
+        bases[number] = theta
         begun[number] = ends
         made += count
         if made >= total:
-            return
+            break
+    return theta
 
 
 def options(**changes: Any) -> dict[str, Any]:

@@ -64,8 +64,7 @@ class Worker:
         self.worker_id = worker_id
         self.habits = habits
         self.is_alive = True
-        self.welcome_at: float | None = None  # first
-        self.ended_at: float | None = None  # killed or left
+        self.is_killed = self.is_welcome = False
         self.offline_until = 0.0  # until then no connection comes up
         self.online_since = world.now  # welcome and connected, as far as anybody knows
         self.frozen_until = -1.0  # the whole process stands still
@@ -127,11 +126,7 @@ class Worker:
     def dies(self) -> None:
         """Killed without a message. Its connections are left to the caller."""
         self.world.tell(self.name, "is killed")
-        self._is_gone()
-
-    def _is_gone(self) -> None:
-        self.is_alive = False
-        self.ended_at = self.world.now
+        self.is_alive, self.is_killed = False, True
 
     def leaves(self) -> None:
         """Asked to finish: it waits for what is in flight, says goodbye and ends."""
@@ -197,7 +192,7 @@ class Worker:
 
     def _ends(self) -> None:
         self.disconnect()
-        self._is_gone()
+        self.is_alive = False
 
     def _plan_tick(self) -> None:
         wakes_at = self.session.wakes_at()
@@ -233,8 +228,8 @@ class Worker:
             case effects.Told(Welcome() as welcome):
                 self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
                 self.online_since = self.world.now
-                if self.welcome_at is None:
-                    self.welcome_at = self.world.now
+                if not self.is_welcome:
+                    self.is_welcome = True
                     self._share_out()
                 if welcome.run is not None:
                     self.referee.incarnations.heard_of(self.name)

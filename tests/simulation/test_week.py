@@ -19,6 +19,6 @@ def test_week_of_faults_costs_no_step_of_a_worker_that_was_not_killed(mode: str)
         if record.ending in (None, "counted") and not record.is_lost:
             steps[record.process] += record.push.steps
     unharmed = [process for process in run.processes if not process.is_killed]
-    assert len(unharmed) > 100 < len(run.processes) - len(unharmed)
+    assert 100 < len(unharmed) < len(run.processes) - 1000, "as many are killed as in a week"
     for process in unharmed:
         assert steps[process.name] == process.training.frozen_steps, process.name

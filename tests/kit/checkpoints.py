@@ -10,6 +10,7 @@ from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import lay_out_plan
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId
+from kit.chunked_model import same
 
 RUN = "0123456789abcdef"
 MANIFEST = Manifest(
@@ -75,11 +76,4 @@ def a_checkpoint(number: int = 4, seed: int = 0) -> Checkpoint:
 
 def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
     assert replace(ours, tensors={}) == replace(theirs, tensors={})
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for fragment, a in ours.tensors.items():
-        b = theirs.tensors[fragment]
-        assert all(torch.equal(x, y) for x, y in zip(a.chunks, b.chunks, strict=True))
-        assert a.outer.keys() == b.outer.keys()
-        for name in a.outer:
-            for x, y in zip(a.outer[name], b.outer[name], strict=True):
-                assert (x is None and y is None) or torch.equal(x, y)  # type: ignore[arg-type]
+    assert same(ours.tensors, theirs.tensors)

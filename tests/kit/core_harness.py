@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from diloco_broker.config import BrokerConfig
@@ -146,23 +147,19 @@ class Stage:
 
     def happens(self, event: events.Event) -> None:
         """Feed the core and carry out what it asks for; invariants are checked after each event."""
-        self._executor.feed(event)
-        self._executor.acknowledge()
+        self._feed(event)
         if not self.by_hand:
             self.work()
 
-    def work(self, pieces: int | None = None) -> None:
-        done = 0
-        while self.tensors.queue and (pieces is None or done < pieces):
-            done += 1
-            self.happens_by_hand(self.tensors.do_one())
+    def _feed(self, event: events.Event) -> None:
+        self._executor.feed(event)
+        self._executor.acknowledge()
 
-    def happens_by_hand(self, event: events.Event) -> None:
-        by_hand, self.by_hand = self.by_hand, True
-        try:
-            self.happens(event)
-        finally:
-            self.by_hand = by_hand
+    def work(self, pieces: int | None = None) -> None:
+        for _ in count() if pieces is None else range(pieces):
+            if not self.tensors.queue:
+                return
+            self._feed(self.tensors.do_one())
 
     # What effects come to.
 
@@ -496,8 +493,7 @@ class Puppet:
 
     def last(self, kind: type[M]) -> M | None:
         """The last message of a kind that came in on the control connection."""
-        messages = [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
-        return messages[-1] if messages else None
+        return next(reversed(self.all(kind)), None)
 
     def got(self, kind: type[M]) -> M:
         """The last message of a kind, which must have come."""

@@ -19,10 +19,13 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
@@ -50,14 +53,13 @@ TESTS = (
     *("tests/broker/core", "tests/broker/tensors", "tests/worker/session", "tests/worker/sync"),
     "tests/simulation",
 )
-# Seconds are those of the processor, so that a busy machine notices as many faults as a quiet one.
-# Those of tests that a fault is given, by how long they take without it; then it has survived.
+CHOSEN = ["--hypothesis-seed=0", "-m", "not nightly"]
+# Seconds of tests that a fault is given, by how long they take without it; then it has survived.
 BUDGET_S = 12.0
-# A fault may make a run endless, or wait in vain. It is then given up, and the fault is noticed.
+# A fault may make a run endless, or wait in vain. It is then given up after these seconds of the
+# processor, or in all, and the fault is noticed.
 HANG_S = 60
 WAIT_S = 600.0
-# All the tests without a fault, on one core.
-MEASURE_S = 1200
 PROCESSES = os.cpu_count() or 1
 
 
@@ -88,26 +90,6 @@ class Reach:
         return chosen
 
 
-class Notes:
-    """A plugin of pytest that runs a share of the tests, and notes what each takes and reaches."""
-
-    def __init__(self, cover: coverage.Coverage, share: int) -> None:
-        self.seconds: dict[str, float] = {}
-        self._cover = cover
-        self._share = share
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = items[self._share :: PROCESSES]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        began = time.process_time()
-        self._cover.switch_context(item.nodeid)
-        result = yield
-        self.seconds[item.nodeid] = time.process_time() - began
-        return result
-
-
 class Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads one module with its fault; the others as they are."""
 
@@ -125,29 +107,11 @@ class Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(tree, str(self._path), "exec"), module.__dict__)
 
 
-def run_tests(names: Sequence[str], *plugins: object) -> int:
+def run_tests(names: Sequence[str]) -> int:
     """Run these tests in this process, silently; returns pytest's exit status."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not nightly"]
-    options += ["--assert=plain", "--timeout=0"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--timeout=0", "--no-header"]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        return int(pytest.main([*options, "--no-header", *names], plugins=list(plugins)))
-
-
-def reach_of(names: Sequence[str], share: int) -> Reach:
-    """Run a share of the tests without a fault; raises AssertionError if one of them fails."""
-    cover = coverage.Coverage(data_file=None, source=list(PLACES))
-    cover.set_option("run:disable_warnings", ["module-not-imported"])
-    notes = Notes(cover, share)
-    cover.start()
-    status = run_tests(names, notes)
-    cover.stop()
-    assert status == 0, f"the tests fail without any fault: {' '.join(names)}"
-    data = cover.get_data()
-    tests = {}
-    for module, path in MODULES.items():
-        lines = data.contexts_by_lineno(str(path))
-        tests[module] = {line: [name for name in by if name] for line, by in lines.items()}
-    return Reach(notes.seconds, {module: lines for module, lines in tests.items() if lines})
+        return int(pytest.main([*CHOSEN, *options, *names]))
 
 
 def is_noticed(mutant: Mutant, names: Sequence[str]) -> bool:
@@ -156,29 +120,22 @@ def is_noticed(mutant: Mutant, names: Sequence[str]) -> bool:
     return run_tests(names) != 0
 
 
-def in_a_fork(
-    work: Callable[..., Any], *given: Any, limit_s: int, wait_s: float | None = None
-) -> Any:
-    """What a function returns in a process of its own; None where it does not return in time.
-
-    Args:
-        limit_s: seconds of the processor.
-        wait_s: seconds in all; None: as long as it takes.
-    """
+def in_a_fork(work: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns in a process of its own; None where it does not return in time."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
     def act() -> None:
         os.chdir(ROOT)
         os.setpgrp()
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (HANG_S, HANG_S))
         theirs.send(work(*given))
 
     process = context.Process(target=act)
     process.start()
     theirs.close()
     try:
-        return ours.recv() if ours.poll(wait_s) else None
+        return ours.recv() if ours.poll(WAIT_S) else None
     except EOFError:
         return None  # it ended without a result
     finally:
@@ -188,23 +145,31 @@ def in_a_fork(
 
 
 def measure(names: Sequence[str]) -> Reach:
-    """Run all tests of these folders once, spread over the cores."""
-
-    def measured(share: int) -> Any:
-        return in_a_fork(reach_of, names, share, limit_s=MEASURE_S)
-
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        parts = list(pool.map(measured, range(PROCESSES)))
-    whole = Reach({}, {})
-    for part in parts:
-        if part is None:
-            raise SystemExit("The tests fail without any fault; mend them first.")
-        whole.seconds |= part.seconds
-        for module, lines in part.tests.items():
-            known = whole.tests.setdefault(module, {})
-            for line, by in lines.items():
-                known.setdefault(line, []).extend(by)
-    return whole
+    """Run all tests of these folders once, spread over the cores; exits if one of them fails."""
+    options = ["-n", str(PROCESSES), "-vv", "--durations=0"]
+    options += ["--cov-context=test", "--cov-report=", *(f"--cov={place}" for place in PLACES)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *CHOSEN, *options, *names],
+            env={**os.environ, "COVERAGE_FILE": f"{folder}/data"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{done.stdout[-5000:]}\nThe tests fail without any fault.")
+        data = coverage.CoverageData(f"{folder}/data")
+        data.read()
+        tests = {
+            module: {
+                line: [name.removesuffix("|run") for name in by if name.endswith("|run")]
+                for line, by in data.contexts_by_lineno(str(path)).items()
+            }
+            for module, path in MODULES.items()
+        }
+    took = re.findall(r"^([\d.]+)s call +(.+)$", done.stdout, re.MULTILINE)
+    return Reach({name: float(seconds) for seconds, name in took}, tests)
 
 
 def choose(count: int, seed: int, only: str | None) -> list[Mutant]:
@@ -229,7 +194,7 @@ def try_one(reach: Reach, mutant: Mutant) -> bool:
     names = reach.chosen(mutant)
     if not names:
         return False
-    noticed = in_a_fork(is_noticed, mutant, names, limit_s=HANG_S, wait_s=WAIT_S)
+    noticed = in_a_fork(is_noticed, mutant, names)
     return noticed is None or bool(noticed)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
@@ -45,14 +45,6 @@ VERSIONS_KEPT = 2000
 ON_THE_WAY_S = 20.0
 
 
-class MadeVersion(NamedTuple):
-    """When its round opened and ended, and whose pushes it contains whole."""
-
-    opened_at: float
-    ended_at: float
-    processes: frozenset[str]
-
-
 class Referee:
     """Raises Violation where a promise is broken.
 
@@ -78,7 +70,6 @@ class Referee:
         self.enough_since = 0.0  # since then there have been as many workers as a round needs
         self.has_relays = False
         self.versions_made = 0  # released, in all fragments and incarnations of the broker
-        self.rounds: list[MadeVersion] = []
         self._published: dict[tuple[int, VersionId], Published] = {}
         # What this incarnation of the broker released.
         self._history: set[tuple[int, VersionId]] = set()
@@ -261,14 +252,9 @@ class Referee:
         self._check_names(versions, added)
         if self.thoroughness == 1 or self.versions_made % LEDGER_EVERY == 0:
             self._check_ledger(versions)
-        whole = self._whole(added, versions)
-        for key in whole:
+        for key in self._whole(added, versions):
             self.records[key].counted_in = version
             self._counted_at[self.records[key].process] = self.now
-        report = core.state.last_report
-        if former is not None and report is not None:
-            names = frozenset(self.records[key].process for key in whole)
-            self.rounds.append(MadeVersion(self.now - report.seconds, self.now, names))
         self._history.add((fragment, version))
         self._published[fragment, version] = Published(versions.wires, versions.ledger)
         while len(self._published) > VERSIONS_KEPT:

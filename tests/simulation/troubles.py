@@ -54,20 +54,10 @@ class Troubles:
 NO_TROUBLES = Troubles(seconds=0.0)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that was done to the run, at that second; `victim` is the name of a process."""
-
-    at: float
-    kind: str
-    victim: str = ""
-
-
 class Accidents:
     """Strikes a simulation at the rates of its troubles, until `end`."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.faults: list[Fault] = []
         self._run = simulation
         self._world = simulation.world
         self._dice = simulation.world.dice
@@ -77,18 +67,18 @@ class Accidents:
     def begin(self) -> None:
         troubles = self._troubles
         for action, rate in (
-            (self._on_a_worker("kill", self._kill), troubles.kills),
+            (self._on_a_worker(self._kill), troubles.kills),
             (self._break, troubles.breaks),
-            (self._on_a_worker("outage", self._cut_off), troubles.outages),
-            (self._on_a_worker("leave", Worker.leaves), troubles.leaves),
+            (self._on_a_worker(self._cut_off), troubles.outages),
+            (self._on_a_worker(Worker.leaves), troubles.leaves),
             (self._join, troubles.joins),
-            (self._on_a_worker("hang", self._hang), troubles.hangs),
-            (self._on_a_worker("freeze", self._freeze), troubles.freezes),
+            (self._on_a_worker(self._hang), troubles.hangs),
+            (self._on_a_worker(self._freeze), troubles.freezes),
             (self._restart, troubles.restarts),
             (self._fill_disk, troubles.fulls),
             (self._kill_relay, troubles.relay_kills),
             (self._cut_relay, troubles.relay_cuts),
-            (self._on_a_worker("move", self._move), troubles.moves),
+            (self._on_a_worker(self._move), troubles.moves),
             (self._cut_hub, troubles.hub_cuts),
             (self._kill_standby, troubles.standby_kills),
             (self._stop_hub, troubles.hub_stops),
@@ -115,20 +105,16 @@ class Accidents:
         alive = self._run.alive
         return self._dice.choice(alive) if alive else None
 
-    def _strikes(self, kind: str, victim: Worker | None = None) -> None:
-        self.faults.append(Fault(self._world.now, kind, victim.name if victim else ""))
-
     def _about(self, seconds: float) -> float:
         """Drawn anew, with that mean."""
         return self._dice.expovariate(1 / seconds)
 
     # Processes.
 
-    def _on_a_worker(self, kind: str, does: Callable[[Worker], None]) -> Callable[[], None]:
+    def _on_a_worker(self, does: Callable[[Worker], None]) -> Callable[[], None]:
         def strike() -> None:
             victim = self._victim()
             if victim is not None:
-                self._strikes(kind, victim)
                 does(victim)
 
         return strike
@@ -151,7 +137,6 @@ class Accidents:
             self._world.after(back, self._run.newcomer_if_room)
 
     def _join(self) -> None:
-        self._strikes("join")
         self._run.newcomer_if_room()
 
     def _hang(self, victim: Worker) -> None:
@@ -167,7 +152,6 @@ class Accidents:
         victim, dice = self._victim(), self._dice
         if victim is None or victim.connections is None:
             return
-        self._strikes("break", victim)
         connections = victim.all_connections
         which = dice.randrange(len(connections))
         connection = connections[which]
@@ -205,11 +189,9 @@ class Accidents:
         if not broker.is_alive or broker.is_stopping:
             return
         if self._dice.random() < self._troubles.orderly:
-            self._strikes("stop")
             self._world.tell("broker", "is asked to stop")
             broker.stops(self._crash)
         else:
-            self._strikes("restart")
             self._crash()
 
     def _crash(self) -> None:
@@ -242,7 +224,6 @@ class Accidents:
         run, dice = self._run, self._dice
         if not run.hub.is_alive:
             return
-        self._strikes("hub cut")
         seconds = self._about(self._troubles.outage_s)
         self._world.tell(HUB, f"is cut off for {seconds:.1f} s")
         run.is_away(HUB, seconds)
@@ -257,7 +238,6 @@ class Accidents:
                 self.finds_out(process, process.connections[0], seconds * dice.random())
 
     def _stop_hub(self) -> None:
-        self._strikes("hub stop")
         seconds = self._about(self._troubles.freeze_s)
         self._world.tell(HUB, f"is stopped for {seconds:.1f} s")
         self._run.hub.is_stopped_for(seconds)
@@ -267,7 +247,6 @@ class Accidents:
         run, dice = self._run, self._dice
         if not isinstance(run.standby, StandbyHost):
             return
-        self._strikes("split")
         until = self._world.now + self._about(self._troubles.outage_s)
         run.link_up_at = max(run.link_up_at, until)
         run.standby.loses_hub()
@@ -284,7 +263,6 @@ class Accidents:
     def _kill_standby(self) -> None:
         run = self._run
         if isinstance(run.standby, StandbyHost) and run.standby.is_alive:
-            self._strikes("standby kill")
             self._world.tell(STANDBY, "is killed")
             run.standby.dies()
             run.is_away(STANDBY, self._about(self._troubles.back_s))
@@ -295,7 +273,6 @@ class Accidents:
         if disk is None or disk.is_full:
             return
         seconds = self._about(self._troubles.full_s)
-        self._strikes("disk full")
         world.tell("disk", f"is full for {seconds:.1f} s")
         disk.is_full = True
         world.after(seconds, lambda: setattr(disk, "is_full", False))
@@ -309,7 +286,6 @@ class Accidents:
     def _kill_relay(self) -> None:
         relay = self._relay()
         if relay is not None:
-            self._strikes("relay kill")
             relay.dies()
             self._run.relay_is_away(relay.name, self._about(self._troubles.back_s))
 
@@ -318,7 +294,6 @@ class Accidents:
         relay, dice = self._relay(), self._dice
         if relay is None:
             return
-        self._strikes("relay cut")
         seconds = self._about(self._troubles.outage_s)
         self._world.tell(relay.name, f"is cut off for {seconds:.1f} s")
         relay.cut_until = max(relay.cut_until, self._world.now + seconds)

@@ -29,7 +29,6 @@ from simulation.network import INSTANT_S, Clock, Connection, Listener, World
 from simulation.referee import Referee
 from simulation.tensors import Delta, Violation
 from simulation.training import Habits, Training
-from simulation.units import UnitsAtWork
 
 # Longest time between the two threads of a worker.
 BETWEEN_THREADS_S = 0.002
@@ -41,8 +40,8 @@ class Worker:
     """A worker's process.
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
-    connection, whose listener is called with each message to the worker. `has_units`: it trains on
-    units. `places` is the number of addresses that it knows.
+    connection, whose listener is called with each message to the worker. `places` is the number of
+    addresses that it knows.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Worker:
         manifest: Manifest,
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
-        has_units: bool = False,
         places: int = 1,
         clock: Clock | None = None,
     ) -> None:
@@ -66,8 +64,7 @@ class Worker:
         self.worker_id = worker_id
         self.habits = habits
         self.is_alive = True
-        self.welcome_at: float | None = None  # first
-        self.ended_at: float | None = None  # killed or left
+        self.is_killed = self.is_welcome = False
         self.offline_until = 0.0  # until then no connection comes up
         self.online_since = world.now  # welcome and connected, as far as anybody knows
         self.frozen_until = -1.0  # the whole process stands still
@@ -91,7 +88,6 @@ class Worker:
             *(self.session, self.inbox, self, self._memory, self._notice), others=self.lanes
         )
         self.training = Training(self)
-        self.units = UnitsAtWork(self) if has_units else None
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self.shortcut = ""
@@ -130,11 +126,7 @@ class Worker:
     def dies(self) -> None:
         """Killed without a message. Its connections are left to the caller."""
         self.world.tell(self.name, "is killed")
-        self._is_gone()
-
-    def _is_gone(self) -> None:
-        self.is_alive = False
-        self.ended_at = self.world.now
+        self.is_alive, self.is_killed = False, True
 
     def leaves(self) -> None:
         """Asked to finish: it waits for what is in flight, says goodbye and ends."""
@@ -200,7 +192,7 @@ class Worker:
 
     def _ends(self) -> None:
         self.disconnect()
-        self._is_gone()
+        self.is_alive = False
 
     def _plan_tick(self) -> None:
         wakes_at = self.session.wakes_at()
@@ -236,8 +228,8 @@ class Worker:
             case effects.Told(Welcome() as welcome):
                 self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
                 self.online_since = self.world.now
-                if self.welcome_at is None:
-                    self.welcome_at = self.world.now
+                if not self.is_welcome:
+                    self.is_welcome = True
                     self._share_out()
                 if welcome.run is not None:
                     self.referee.incarnations.heard_of(self.name)

@@ -287,6 +287,15 @@ class Stage:
         """For each chunk of the current version: how often each push is in it."""
         return [Counter(wire.contents) for wire in self.state.versions[fragment].wires]
 
+    @property
+    def merged(self) -> list[str]:
+        """The workers in each merge of chunk 0, in the order in which they are added."""
+        return [
+            "".join(part.worker_id for group in merge.groups for part in group)
+            for merge in self.tensors.merges
+            if merge.index == 0
+        ]
+
     def holdings(self) -> Holdings:
         """What a worker holds that has the newest version of every fragment."""
         return tuple(

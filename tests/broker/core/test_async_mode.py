@@ -23,15 +23,6 @@ def b_is_late(by: int, **fields: Any) -> tuple[Stage, Puppet]:
     return stage, b
 
 
-def who(stage: Stage) -> list[str]:
-    """Workers applied in each version, by the merges of chunk 0."""
-    return [
-        "".join(group[0].worker_id for group in merge.groups)
-        for merge in stage.tensors.merges
-        if not merge.index
-    ]
-
-
 def standings(worker: Puppet, push_id: int) -> list[Standing]:
     return [grant.standing for grant in worker.all(Grant) if grant.push_id == push_id]
 
@@ -115,7 +106,7 @@ def test_push_that_is_or_becomes_too_stale_is_refused() -> None:
         a.pushes(10 + number, base=stage.version())
     b.completes(2)
     assert (b.error().code, b.error().push_id) == ("stale", 1)
-    assert who(stage) == ["a", "a"]
+    assert stage.merged == ["a", "a"]
     b.begins(2)
     assert (b.error().code, b.error().push_id) == ("stale", 2), "when it is offered"
 
@@ -160,7 +151,7 @@ def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> 
     b.completes()
     assert (a.got(Grant).standing, a.got(Grant).held) == (Standing.NEW, None)
     a.completes()
-    assert who(stage) == ["b", "a"]
+    assert stage.merged == ["b", "a"]
 
 
 def test_grace_window_applies_its_pushes_together() -> None:
@@ -172,7 +163,7 @@ def test_grace_window_applies_its_pushes_together() -> None:
     b.pushes(2)
     assert stage.version().counter == 0
     stage.passes(1.2)
-    assert who(stage) == ["ab"]
+    assert stage.merged == ["ab"]
     assert {p.got(Released).version for p in (a, b)} == {stage.version()}
     assert stage.shown()["fragments"][0]["gradients"] == 2
 

@@ -9,15 +9,6 @@ from diloco_protocol.messages import Grant, Notice, Released, Standing
 from kit.core_harness import Puppet, Stage, a_stage, alone
 
 
-def ids(stage: Stage) -> list[str]:
-    """Workers in each merge of chunk 0, in the order in which they are added."""
-    return [
-        "".join(part.worker_id for group in merge.groups for part in group)
-        for merge in stage.tensors.merges
-        if merge.index == 0
-    ]
-
-
 def three(**fields: Any) -> tuple[Stage, Puppet]:
     """A run of a, b and c past round one, in which all took part, and c."""
     stage = a_stage(workers=3, **{"quorum": 2, "grace": 5.0, **fields})
@@ -32,7 +23,7 @@ def three(**fields: Any) -> tuple[Stage, Puppet]:
 def closes_with(stage: Stage) -> str:
     """Who is in the round once a and b have pushed."""
     stage.pushes(a=1, b=2)
-    return ids(stage)[-1]
+    return stage.merged[-1]
 
 
 def test_round_one_waits_for_all_workers_whatever_the_quorum() -> None:
@@ -52,7 +43,7 @@ def test_round_closes_when_the_grace_that_begins_with_the_quorum_is_over() -> No
     assert stage.round.number == 1
     stage.passes(1.0)
     assert stage.round.number == 2
-    assert ids(stage)[-1] == "ab"
+    assert stage.merged[-1] == "ab"
 
 
 @pytest.mark.parametrize("after", [0.0, 3.0])
@@ -62,7 +53,7 @@ def test_what_arrives_within_the_grace_counts_and_the_last_closes_the_round(afte
     stage.passes(after)
     stage.pushes(c=3)
     assert stage.round.number == 2
-    assert ids(stage)[-1] == "abc"
+    assert stage.merged[-1] == "abc"
 
 
 def test_quorum_is_capped_by_those_alive_and_never_below_the_floor() -> None:
@@ -92,7 +83,7 @@ def test_late_push_is_deferred_to_the_next_round_with_its_weight() -> None:
     for name in "ab":
         stage.puppets[name].pulls()
     stage.pushes(a=4, b=5)
-    assert ids(stage)[-1] == "abc"
+    assert stage.merged[-1] == "abc"
     assert [p.weight for p in stage.tensors.merges[-1].groups[0]] == [1.0, 1.0, 7.0]
     assert all(chunk["c", 3] == 1 for chunk in stage.counted())
 
@@ -195,7 +186,7 @@ def test_chunks_without_a_commit_do_not_count() -> None:
     stage.passes(1.0)
     assert stage.round.number == 1
     c.commits()
-    assert ids(stage)[-1] == "abc"
+    assert stage.merged[-1] == "abc"
 
 
 def test_non_finite_chunk_voids_its_push_and_the_round_closes_without_it() -> None:
@@ -283,7 +274,7 @@ def test_deterministic_rounds_merge_in_the_order_of_worker_ids(order: str) -> No
     stage = a_stage(workers=3, deterministic=True)
     puppets = stage.joined("b", "c", "a")
     stage.pushes(**{name: push_id for push_id, name in enumerate(order, start=1)})
-    assert ids(stage) == ["abc"]
+    assert stage.merged == ["abc"]
     assert all(r.averaged == 3 for p in puppets for r in p.all(Released) if r.version.counter == 1)
     first, *others = stage.tensors.merges
     assert all(merge.wholes is first.wholes for merge in others), "made as they are needed"

@@ -1,8 +1,6 @@
-"""A run that is held by a pause, for want of a lease, or with its broker: its deadlines stand still."""
+"""A run that is held by a pause, without a lease, or with its broker: its deadlines stand still."""
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,119 +24,79 @@ HELD_S = 150.0
 USUAL: dict[str, Any] = {"chunks": 2, "heartbeat_timeout": 0.0, "stall_timeout": 0.0}
 
 
-Hold = Callable[[Stage], AbstractContextManager[None]]
-# A lease that is long enough for the hub to keep its workers while it has lapsed.
-LEASE_S = 100.0
 STANDBY = b"standby"
-
-
-@contextmanager
-def paused(stage: Stage) -> Iterator[None]:
-    stage.asks("pause")
-    yield
-    stage.asks("resume")
-
-
-def promises(stage: Stage) -> None:
-    """The standby greets the broker, and returns its newest nonce."""
-    stage.happens(Received(STANDBY, Promise("sb", 5)))
-    nonce = next(m.nonce for m in stage.inbox[STANDBY][::-1] if isinstance(m, Lease))
-    stage.happens(Received(STANDBY, Promise("sb", 5, nonce)))
-
-
-@contextmanager
-def without_lease(stage: Stage) -> Iterator[None]:
-    assert not stage.shown()["standby"]["holds_lease"]
-    yield
-    promises(stage)
-
-
-@contextmanager
-def broker_stopped(stage: Stage) -> Iterator[None]:
-    """The broker's process is stopped, or its machine sleeps for a night."""
-    stage.stands_still(30_000.0)
-    yield
-
-
-def options_of(hold: Hold) -> dict[str, Any]:
-    return {"standby": True, "lease": LEASE_S} if hold is without_lease else {}
-
-
-def started_s(hold: Hold) -> float:
-    """How long the broker has run when the test begins, `BEFORE_S` before the hold."""
-    return LEASE_S - BEFORE_S if hold is without_lease else 0.0
-
-
-def starts(stage: Stage, hold: Hold) -> Stage:
-    if hold is without_lease:
-        promises(stage)
-        stage.passes(started_s(hold))
-    return stage
-
-
-def a_stage(hold: Hold, **options: Any) -> Stage:
-    return starts(core_harness.a_stage(**(USUAL | options_of(hold) | options)), hold)
-
-
-HOLDS = pytest.mark.parametrize("hold", [paused, without_lease])
 Deadline = tuple[Stage, Callable[[], object], float]
 
 
-def time_of_the_last_round(hold: Hold) -> Deadline:
-    stage = a_stage(hold, max_rounds=2)
+def is_paused(stage: Stage) -> None:
+    stage.asks("pause")
+    stage.passes(HELD_S)
+    stage.asks("resume")
+
+
+def stands_still(stage: Stage) -> None:
+    """The broker's process is stopped, or its machine sleeps for a night."""
+    stage.stands_still(30_000.0)
+
+
+def a_stage(**options: Any) -> Stage:
+    return core_harness.a_stage(**(USUAL | options))
+
+
+def time_of_the_last_round() -> Deadline:
+    stage = a_stage(max_rounds=2)
     a, b = stage.joined("a", "b")
     a_round([a, b], 0)
     a.pushes(11)
     return stage, lambda: "over" in b.notices, LAST_ROUND_S
 
 
-def time_to_leave(hold: Hold) -> Deadline:
-    stage = a_stage(hold, max_rounds=1)
+def time_to_leave() -> Deadline:
+    stage = a_stage(max_rounds=1)
     a_round(stage.joined("a", "b"), 0)
     return stage, lambda: stage.ends, LEAVE_WITHIN_S
 
 
-def time_of_the_run(hold: Hold) -> Deadline:
-    stage = a_stage(hold, max_time="1m")
+def time_of_the_run() -> Deadline:
+    stage = a_stage(max_time="1m")
     a, _ = stage.joined("a", "b")
     return stage, lambda: "last_round" in a.notices, 60.0
 
 
-def late_push_in_a_quorum(hold: Hold) -> Deadline:
-    stage = a_stage(hold, workers=1, quorum=1, grace=20.0)
+def late_push_in_a_quorum() -> Deadline:
+    stage = a_stage(workers=1, quorum=1, grace=20.0)
     stage.joined("a", "b")[0].pushes(1)
     return stage, lambda: stage.version().counter == 1, 20.0
 
 
-def window_of_asynchronous_mode(hold: Hold) -> Deadline:
-    stage = a_stage(hold, mode="async", grace=20.0)
+def window_of_asynchronous_mode() -> Deadline:
+    stage = a_stage(mode="async", grace=20.0)
     stage.joined("a", "b")[0].pushes(1)
     return stage, lambda: stage.version().counter == 1, 20.0
 
 
-def slot_without_progress(hold: Hold) -> Deadline:
-    stage = a_stage(hold, mode="async", staging_slots=1, staging_deadline=20.0)
+def slot_without_progress() -> Deadline:
+    stage = a_stage(mode="async", staging_slots=1, staging_deadline=20.0)
     for push_id, puppet in enumerate(stage.joined("a", "b")):
         puppet.begins(push_id)
     return stage, lambda: puppet.got(Grant).standing is Standing.NEW, 20.0
 
 
-def worker_that_the_checkpoint_knows(hold: Hold) -> Deadline:
+def worker_that_the_checkpoint_knows() -> Deadline:
     crashed = a_saved_run("a", "b", rounds=1)
-    wait_s = started_s(hold) + 20.0
-    stage = starts(crashed.restarted(recover_wait=wait_s, **options_of(hold)), hold)
+    stage = crashed.restarted(recover_wait=20.0)
     stage.worker("a").comes_with(crashed.holdings())
     return stage, lambda: stage.state.round is not None, 20.0
 
 
-def other_holders_of_a_run(hold: Hold) -> Deadline:
-    stage = a_stage(hold, recover_wait=20.0)
+def other_holders_of_a_run() -> Deadline:
+    stage = a_stage(recover_wait=20.0)
     a = stage.worker("a").comes_with(holding(12))
     return stage, lambda: a.asked_for == [0], 20.0
 
 
-def parameters_of_a_seed_worker(hold: Hold) -> Deadline:
-    stage = a_stage(hold)
+def parameters_of_a_seed_worker() -> Deadline:
+    stage = a_stage()
     for name in ("a", "b"):
         stage.worker(name).joins()
     b = stage.puppets["b"]
@@ -155,18 +113,18 @@ DEADLINES = (
 # Of single workers: their heartbeats and connections go on while the run is held by other means.
 
 
-def silence(_hold: Hold) -> Deadline:
+def silence() -> Deadline:
     stage, _ = a_run("a", heartbeat_timeout=30.0)
     return stage, lambda: "a" not in stage.here, 30.0
 
 
-def broken_connection(_hold: Hold) -> Deadline:
+def broken_connection() -> Deadline:
     stage, (a, _) = a_run("a", "b", disconnect_grace=20.0)
     a.loses_connection()
     return stage, lambda: "a" not in stage.here, 20.0
 
 
-def training_loop_that_hangs(_hold: Hold) -> Deadline:
+def training_loop_that_hangs() -> Deadline:
     stage, _ = a_run("a", "b", stall_timeout=60.0)
     beating = Beating(stage)
     for name in "ab":
@@ -180,7 +138,7 @@ def training_loop_that_hangs(_hold: Hold) -> Deadline:
     return stage, has_stalled, 60.0
 
 
-def workers_of_the_run_before(_hold: Hold) -> Deadline:
+def workers_of_the_run_before() -> Deadline:
     crashed = a_saved_run("a", "b", rounds=1)
     stage = crashed.restarted(recover_wait=20.0)
     stage.passes(20.1)
@@ -189,7 +147,7 @@ def workers_of_the_run_before(_hold: Hold) -> Deadline:
     return stage, lambda: stage.version().counter == 2, 20.0
 
 
-def answer_of_a_worker_whose_name_another_one_wants(_hold: Hold) -> Deadline:
+def answer_of_a_worker_whose_name_another_one_wants() -> Deadline:
     stage, (a,) = a_run("a", heartbeat_timeout=0.0)
     route = stage.route()
     stage.happens(Received(route, Join("a", stage.manifest)))
@@ -210,46 +168,65 @@ OF_WORKERS = (
     answer_of_a_worker_whose_name_another_one_wants,
 )
 CASES = [
-    *itertools.product(DEADLINES, [paused, without_lease, broker_stopped]),
-    *((deadline, broker_stopped) for deadline in OF_WORKERS),
+    *((deadline, is_paused) for deadline in DEADLINES),
+    *((deadline, stands_still) for deadline in (time_of_the_last_round, *OF_WORKERS)),
 ]
 
 
-@pytest.mark.parametrize(("deadline", "hold"), CASES)
-def test_deadlines_stop_while_run_is_held(deadline: Callable[[Hold], Deadline], hold: Hold) -> None:
+@pytest.mark.parametrize(("deadline", "is_held"), CASES)
+def test_deadlines_stop_while_run_is_held(
+    deadline: Callable[[], Deadline], is_held: Callable[[Stage], None]
+) -> None:
     for short_of_it in (2.0, -2.0):
-        stage, is_over, seconds = deadline(hold)
+        stage, is_over, seconds = deadline()
         stage.passes(BEFORE_S + 0.2)
-        with hold(stage):
-            stage.passes(HELD_S if hold is not broker_stopped else 0.0)
+        is_held(stage)
         stage.passes(seconds - BEFORE_S - short_of_it)
         assert bool(is_over()) == (short_of_it < 0)
 
 
-@HOLDS
-def test_duration_of_a_round_excludes_holds(hold: Hold) -> None:
-    stage = a_stage(hold)
-    a, b = stage.joined("a", "b")
+def promises(stage: Stage) -> None:
+    """The standby greets the broker, and returns its newest nonce."""
+    stage.happens(Received(STANDBY, Promise("sb", 5)))
+    nonce = next(m.nonce for m in stage.inbox[STANDBY][::-1] if isinstance(m, Lease))
+    stage.happens(Received(STANDBY, Promise("sb", 5, nonce)))
+
+
+@pytest.mark.parametrize("short_of_it", [2.0, -2.0])
+def test_deadline_stops_while_the_lease_has_lapsed(short_of_it: float) -> None:
+    # The lease is so long that the hub keeps its workers while it has lapsed.
+    stage = a_stage(workers=1, quorum=1, grace=20.0, standby=True, lease=100.0)
+    promises(stage)
+    stage.passes(100.0 - BEFORE_S)
+    stage.joined("a", "b")[0].pushes(1)
     stage.passes(BEFORE_S + 0.2)
-    with hold(stage):
-        stage.passes(HELD_S)
-    a_round([a, b], 0)
+    assert not stage.shown()["standby"]["holds_lease"]
+    stage.passes(HELD_S)
+    promises(stage)
+    stage.passes(20.0 - BEFORE_S - short_of_it)
+    assert stage.version().counter == (short_of_it < 0)
+
+
+def test_duration_of_a_round_excludes_a_pause() -> None:
+    stage = a_stage()
+    workers = stage.joined("a", "b")
+    stage.passes(BEFORE_S + 0.2)
+    is_paused(stage)
+    a_round(workers, 0)
     assert BEFORE_S - 0.5 < stage.reports[-1].seconds < BEFORE_S + 2.5
 
 
-@HOLDS
-def test_worker_that_dies_during_a_hold_is_not_awaited(hold: Hold) -> None:
+def test_worker_that_dies_during_a_pause_is_not_awaited() -> None:
     """Workers send heartbeats whether rounds close or not, so silence means what it always does."""
-    stage = a_stage(hold, heartbeat_timeout=30.0)
+    stage = a_stage(heartbeat_timeout=30.0)
     a, b = stage.joined("a", "b")
     a_round([a, b], 0)
-    stage.passes(BEFORE_S + 0.2)
-    with hold(stage):
-        stage.passes_with(60, "a")
-        assert stage.expected == {"a"}
-        a.pushes(11)
-        assert stage.version().counter == 1
-    stage.passes(0.2)
+    stage.asks("pause")
+    stage.passes_with(60, "a")
+    assert stage.expected == {"a"}
+    a.pushes(11)
+    assert stage.version().counter == 1
+    stage.asks("resume")
     assert stage.version().counter == 2
 
 

@@ -1,8 +1,7 @@
 """Outer optimizers against the same in plain torch, over several chunks and fragments."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -14,13 +13,10 @@ from diloco_broker.config.schedule import OuterSchedule, Schedule
 from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov
 from diloco_broker.tensors.outer.make import Outer
-from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import FragmentTensors
-from kit import reference
 from kit.chunked_model import ChunkedModel, fold, read, same, wire
-from kit.outers import BUFFERED, CASES, ETA, EVERY, MU, N, in_torch, sgd
-from kit.reference import State
+from kit.outers import BUFFERED, CASES, ETA, EVERY, MU, N, sgd
 
 
 def paired(names: Iterable[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -257,90 +253,53 @@ def test_training_goes_on_from_what_was_exported(name: str) -> None:
         assert same(again.memory(fragment), model.memory(fragment))
 
 
-# Steps under schedules, against plain torch with the rates of each step set by hand.
+# Steps under schedules, beside an optimizer that is given the rates of each step.
 
-STEPS = 9
 # Written down, not asked of the product: within 8 gradients eta falls to a quarter of it, and mu rises.
-FALLING = [ETA * (1 - 0.75 * min(count, 8) / 8) for count in range(STEPS)]
-FROM_HALF = [0.5 + 0.4 * min(count, 4) / 4 for count in range(STEPS)]
-# Without any momentum torch would not begin to collect it.
-FROM_ZERO = [max(1e-30, 0.9 * min(count, 4) / 4) for count in range(STEPS)]
-SAME = [MU] * STEPS  # a factory's momentum is its own
+FALLING = [1 - 0.75 * min(count, 8) / 8 for count in range(9)]
+FROM_HALF = [0.5 + 0.4 * min(count, 4) / 4 for count in range(9)]
+# Without any momentum an optimizer at constant rates would not begin to collect it.
+FROM_ZERO = [max(1e-30, 0.9 * min(count, 4) / 4) for count in range(9)]
 LR = Schedule.parse("linear:8:0.25")
-
-Rates = dict[str, float]  # lr and momentum of the current gradient
-
-
-def classical(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=ETA, momentum=MU)
+WARMUPS = {"constant": [MU] * 9, "linear:4:0.5": FROM_HALF, "linear:4": FROM_ZERO}
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=ETA)
+def at_rates(outer: Outer, factor: float, momentum: float) -> Outer:
+    """This optimizer at constant rates; those of a factory's are in its groups."""
+    if isinstance(outer, TorchOuter):
+        return outer
+    if isinstance(outer, Buffered):
+        inner = replace(outer.inner, lr=outer.inner.lr * factor, momentum=momentum)
+        return replace(outer, inner=inner)
+    rates = {"lr": outer.lr * factor} | ({"momentum": momentum} if outer.momentum else {})
+    return replace(outer, **rates)
 
 
-def by_torch(factory: OuterOptimizerFactory, now: Rates) -> reference.Outer:
-    def made(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = factory(parameters)
-        optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(now))
-        return optimizer
-
-    return in_torch(made)
-
-
-def delayed(c: float, now: Rates) -> reference.Outer:
-    outer = reference.DelayedNesterov(ETA, MU, N, c)
-
-    def step(values: State, gradient: State) -> State:
-        outer.lr, outer.mu = now["lr"], now["momentum"]
-        return outer(values, gradient)
-
-    return step
-
-
-def plain(now: Rates) -> reference.Outer:
-    return lambda values, g: {name: values[name] - now["lr"] * g[name] / N for name in g}
-
-
-def fedbuff(now: Rates) -> reference.Outer:
-    return reference.Buffered(by_torch(sgd, now), N)
-
-
-SCHEDULED: dict[str, tuple[Outer, str, list[float], Callable[[Rates], reference.Outer]]] = {
-    "nesterov": (Nesterov(ETA, MU), "linear:4:0.5", FROM_HALF, partial(by_torch, sgd)),
-    "nesterov-from-0": (Nesterov(ETA, MU), "linear:4", FROM_ZERO, partial(by_torch, sgd)),
-    "classical": (
-        Nesterov(ETA, MU, nesterov=False),
-        "linear:4:0.5",
-        FROM_HALF,
-        partial(by_torch, classical),
-    ),
-    "sgd": (Nesterov(ETA * (1 / N), 0.0), "constant", SAME, plain),
-    "fedbuff": (Buffered(Nesterov(ETA, MU), N), "linear:4", FROM_ZERO, fedbuff),
-    "dn": (DelayedNesterov(ETA, MU, N), "linear:4:0.5", FROM_HALF, partial(delayed, 0.0)),
-    "dn-c": (DelayedNesterov(ETA, MU, N, 0.2), "linear:4", FROM_ZERO, partial(delayed, 0.2)),
-    "torch": (TorchOuter(sgd), "constant", SAME, partial(by_torch, sgd)),
-    "torch-adam": (TorchOuter(adam), "constant", SAME, partial(by_torch, adam)),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_each_step_has_the_rates_that_its_fragment_s_count_says(name: str) -> None:
-    outer, warmup, momenta, make = SCHEDULED[name]
-    schedule = OuterSchedule(LR, Schedule.parse(warmup))
+@pytest.mark.parametrize(
+    ("name", "warmup"),
+    [
+        *(("nesterov", each) for each in WARMUPS),
+        *(("classical", "linear:4:0.5"), ("sgd", "constant"), ("fedbuff", "linear:4")),
+        *(("direct", "linear:4:0.5"), ("dn", "linear:4:0.5"), ("dn-c", "linear:4")),
+        ("torch", "constant"),
+    ],
+)
+def test_each_step_has_the_rates_that_its_fragment_s_count_says(name: str, warmup: str) -> None:
+    outer, schedule = EVERY[name], OuterSchedule(LR, Schedule.parse(warmup))
     model = ChunkedModel(outer, fragments=2, schedule=schedule)
-    now: Rates = {}
-    theta, references = list(model.start), [make(now) for _ in range(2)]
+    twin = ChunkedModel(outer, fragments=2)
+    for fragment, start in enumerate(model.start):
+        twin.place(fragment, start)
     # The fragments take turns that are not equal: each counts its own.
-    turns = [count % 3 % 2 for count in range(STEPS * 2)]
-    done = [0, 0]
-    for fragment in (turn for turn in turns if done[turn] < STEPS):
-        gradient = torch.randn_like(theta[fragment])
+    for fragment in [count % 3 % 2 for count in range(13)]:
+        count = model.counts[fragment]
+        now = at_rates(outer, FALLING[count], WARMUPS[warmup][count])
+        twin.tensors.tune(now, 1.0, {"lr": 0.1 * FALLING[count]})  # that of `adamw`
+        gradient = torch.randn_like(model.start[fragment])
         model.merges(gradient, fragment=fragment)
-        now |= {"lr": FALLING[done[fragment]], "momentum": momenta[done[fragment]]}
-        theta[fragment] = references[fragment]({"": theta[fragment]}, {"": gradient})[""]
-        done[fragment] += 1
-        torch.testing.assert_close(model.theta(fragment), theta[fragment], rtol=2e-5, atol=2e-5)
+        twin.merges(gradient, fragment=fragment)
+        found, wanted = model.theta(fragment), twin.theta(fragment)
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 RESTARTED = ("nesterov", "classical", "dn", "dn-c", "direct", "fedbuff")

@@ -271,8 +271,8 @@ def at_rates(outer: Outer, factor: float, momentum: float) -> Outer:
     if isinstance(outer, Buffered):
         inner = replace(outer.inner, lr=outer.inner.lr * factor, momentum=momentum)
         return replace(outer, inner=inner)
-    rates = {"lr": outer.lr * factor} | ({"momentum": momentum} if outer.momentum else {})
-    return replace(outer, **rates)
+    assert isinstance(outer, Nesterov | DelayedNesterov)
+    return replace(outer, lr=outer.lr * factor, momentum=momentum if outer.momentum else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -37,46 +37,32 @@ def invoke(broker: Broker, *words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-class TestAnEndThatIsReached:
-    """`set` ends the run by it only once that is confirmed."""
+@pytest.mark.parametrize(
+    ("settings", "reached"),
+    [
+        ({"max_rounds": 0}, False),
+        *(({"max_rounds": rounds}, True) for rounds in (1, 2, 3)),  # the third is open
+        ({"max_rounds": 9}, False),
+        ({"token_budget": 100}, True),
+        ({"token_budget": 101}, False),
+        ({"max_time": "1m"}, True),
+        ({"max_time": "2m"}, False),
+        ({"max_time": "nonsense"}, False),
+        ({"outer_lr": 0.5}, False),
+    ],
+)
+def test_status_tells_which_end_is_reached(settings: dict[str, Any], reached: bool) -> None:
+    totals = {"tokens": 100, "open_s": 60}
+    said = reached_end(settings, {"round": {"number": 2}, "totals": totals, "end": None})
+    assert (said is not None) is reached
 
-    def test_is_asked_for(self, broker: Broker) -> None:
-        model = mlp()
-        delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-        with joined(broker, model, 2) as clients:
-            for _ in range(2):
-                for client in clients:
-                    client.push(delta)
-                for client in clients:
-                    client.pull()
-            for reached in ("1", "2", "3"):  # the third is open
-                code, said = invoke(broker, "set", "--max-rounds", reached)
-                assert (code, "--yes" in said) == (2, True)
-            assert invoke(broker, "set", "--max-rounds", "9")[0] == 0
-            assert broker.is_complete is False
-            assert invoke(broker, "set", "--max-rounds", "2", "--yes")[0] == 0
 
-    @pytest.mark.parametrize(
-        ("settings", "reached"),
-        [
-            ({"max_rounds": 0}, False),
-            ({"token_budget": 100}, True),
-            ({"token_budget": 101}, False),
-            ({"max_time": "1m"}, True),
-            ({"max_time": "2m"}, False),
-            ({"max_time": "nonsense"}, False),
-            ({"outer_lr": 0.5}, False),
-        ],
-    )
-    def test_is_told_by_the_status(self, settings: dict[str, Any], reached: bool) -> None:
-        totals = {"tokens": 100, "open_s": 60}
-        said = reached_end(settings, {"round": {"number": 2}, "totals": totals, "end": None})
-        assert (said is not None) is reached
-
-    def test_is_not_asked_for_before_a_round_has_begun(self, broker: Broker) -> None:
-        assert invoke(broker, "set", "--max-rounds", "1")[0] == 0
-        with joined(broker, mlp(), 2):
-            assert invoke(broker, "set", "--max-rounds", "1")[0] == 2
+def test_end_that_is_reached_is_to_be_confirmed(broker: Broker) -> None:
+    assert invoke(broker, "set", "--max-rounds", "1")[0] == 0, "no round has begun"
+    with joined(broker, mlp(), 2):
+        code, said = invoke(broker, "set", "--max-rounds", "1")
+        assert (code, "--yes" in said) == (2, True)
+        assert invoke(broker, "set", "--max-rounds", "1", "--yes")[0] == 0
 
 
 def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:

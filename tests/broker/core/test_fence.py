@@ -468,13 +468,3 @@ def test_a_lease_runs_from_its_nonce() -> None:
     lease.now = L
     lease.promised(nonce)
     assert not lease.holds
-
-
-def test_settings_are_sent_to_the_standby(hub: Hub) -> None:
-    joined(hub, a=1)
-    hub.stage.passes(1.0)
-    assert hub.leases[-1].settings["outer_lr"] == hub.stage.config.outer_lr
-    assert hub.stage.asks("set", outer_lr=0.25, workers=3).ok
-    hub.is_promised_for(1.0)
-    assert hub.leases[-1].settings["outer_lr"] == 0.25
-    assert hub.leases[-1].settings["workers"] == 3

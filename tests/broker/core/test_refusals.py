@@ -4,7 +4,7 @@ import pytest
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import state
-from diloco_broker.core.effects import Send
+from diloco_broker.core.effects import Log, Send
 from diloco_broker.core.events import ConnectionEnded, Malformed, Now, Received
 from diloco_broker.core.operations.refusals import UNAUTHENTICATED_NOISE
 from diloco_broker.core.state import CAUSES_KEPT, SAID_AGAIN_AFTER_S
@@ -54,6 +54,11 @@ def test_memory_of_refusals_is_bounded(stage: Stage) -> None:
         stage.happens(ConnectionEnded(f"{number} KiB of an incomplete message"))
     refusals = stage.state.refusals
     assert max(len(refusals.said_at), len(refusals.unsaid), len(refusals.noisy)) <= CAUSES_KEPT + 1
+
+
+def test_noise_is_not_among_the_events_of_feed_and_history(stage: Stage) -> None:
+    found = stage.core.handle(Malformed(b"noisy", "bad_header", BAD), Now.both(stage.now))
+    assert [each.is_listed for each in found if isinstance(each, Log)] == [False]
 
 
 def test_joins_under_ever_new_names_are_said_once(stage: Stage) -> None:

@@ -2,25 +2,20 @@
 
 import contextlib
 import gc
-import logging
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import torch
-import zmq
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.shell.connection_watch import MOST_UNAUTHENTICATED
 from diloco_broker.shell.process_memory import give_back_freed_memory, rss_bytes
-from diloco_broker.storage.history import HISTORY
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.description import describe
 from diloco_tools.monitor.feed.listener import FeedSubscriber
@@ -157,76 +152,6 @@ def test_subscriptions_without_end_are_cut_off(broker: Broker) -> None:
     with contextlib.closing(greeted(broker.feed_address)) as made:
         subscription = b"\x01" + b"x" * 20
         sends_until_ended(made, bytes([0, len(subscription)]) + subscription)
-
-
-def test_texts_of_a_peer_forge_no_line_of_log_or_history(
-    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    nasty = "x\n12:00:00 INFO forged\r\x1b[2J\u202e"
-    entry = {"name": nasty, "shape": [8], "dtype": "float32", "kind": "trainable"}
-    forged: list[dict[str, Any]] = [
-        {"kind": "join", "worker_id": nasty, "manifest": {"entries": []}},
-        {"kind": "join", "worker_id": "a", "manifest": {"entries": [entry]}},
-        {"kind": "join", "worker_id": "a", "manifest": {"entries": []}, "wants": {nasty: nasty}},
-        {"kind": "join", "worker_id": "a", "manifest": {"entries": []}, "run": nasty},
-        {"kind": "control", "action": nasty, "request": 1},
-        {"kind": "control", "action": "set", "request": 1, "arguments": {"who": nasty, nasty: 1}},
-        {"kind": "control", "action": "save", "request": 1, "arguments": {"who": nasty}},
-        {"kind": nasty},
-    ]  # fmt: skip
-    with caplog.at_level(logging.DEBUG), RawWorker(broker.address, "w0") as worker:
-        worker.join(one_tensor(8), host=nasty, extra={nasty: nasty})
-        worker.send("heartbeat", session=worker.session, step=1, state=nasty, warning=nasty)
-        for message in forged:
-            worker.bulk.send(msgpack.packb({"v": 1} | message))
-            assert worker.bulk.poll(int(PATIENCE_S * 1000))
-            answer = msgpack.unpackb(worker.bulk.recv())
-            assert str(answer.get("text", "")).isprintable()
-        worker.send("leave", session=worker.session, reason=nasty)
-        deadline = time.monotonic() + PATIENCE_S
-        while status(broker)["counts"]["alive"] and time.monotonic() < deadline:
-            pass
-        broker.stop()
-    assert "forged" in caplog.text, "the test has sent something"
-    assert all(record.getMessage().isprintable() for record in caplog.records)
-    history = (tmp_path / HISTORY).read_text()
-    assert "x?12:00:00" in history
-    assert not any(sign in history for sign in ("\\u202e", "\\u001b", "forged\\r", "\\n"))
-
-
-def test_noise_of_a_peer_that_reconnects_is_logged_once(
-    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    context: zmq.Context[Any] = zmq.Context()
-    noisy = context.socket(zmq.DEALER)
-    noisy.linger = 0
-    noisy.set(zmq.RECONNECT_IVL, 1)
-    noisy.set(zmq.SNDHWM, 10)
-    noisy.connect(broker.address)
-    stop = threading.Event()
-
-    def make_noise() -> None:
-        while not stop.is_set():
-            if noisy.poll(10, zmq.POLLOUT):
-                noisy.send(b"x")
-
-    thread = threading.Thread(target=make_noise)
-    with caplog.at_level(logging.DEBUG, "diloco.broker"):
-        thread.start()
-        try:
-            until = time.monotonic() + PATIENCE_S
-            while status(broker)["totals"]["malformed"] < 200 and time.monotonic() < until:
-                pass
-        finally:
-            stop.set()
-            thread.join()
-            context.destroy(linger=0)
-        assert status(broker)["totals"]["malformed"] >= 200
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("malformed message" in text for text in said) == 1
-    assert sum(map(len, said)) < 4000
-    broker.stop()
-    assert "cannot be read" not in (tmp_path / HISTORY).read_text()
 
 
 @pytest.mark.slow

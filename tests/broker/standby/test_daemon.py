@@ -14,7 +14,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.config.broker_config import run_differences
 from diloco_broker.standby import core, daemon
 from diloco_broker.standby.daemon import StandbyBroker
-from diloco_broker.standby.record import read_standby, write_standby
+from diloco_broker.standby.record import read_standby
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients import Operator
 from diloco_protocol.clients.keys import find_keys
@@ -183,16 +183,6 @@ def test_what_a_standby_remembers_is_believed_or_named(tmp_path: Path, text: str
     (tmp_path / "standby.json").write_text(text)
     with pytest.raises(UsageError, match=r"standby\.json cannot be read"):
         read_standby(tmp_path)
-
-
-def test_what_a_standby_remembers_comes_back(tmp_path: Path) -> None:
-    assert read_standby(tmp_path) is None
-    standby = StandbyBroker(config_of(tmp_path), "tcp://127.0.0.1:9")
-    standby.close()
-    record = read_standby(tmp_path)
-    assert record is not None
-    write_standby(tmp_path, record)
-    assert read_standby(tmp_path) == record
 
 
 def test_settings_of_the_hub_outlive_the_process_of_its_standby(tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ class Stage:
         self.audits: list[effects.RecordVersion] = []
         self.acts: list[effects.RecordAction] = []
         self.reports: list[effects.RoundReport] = []
-        self.reads: list[effects.ReadCheckpoint] = []
         self.ends: list[effects.End] = []
         self.finishes: list[effects.Finish] = []
         self.gone: set[bytes] = set()
@@ -191,7 +190,7 @@ class Stage:
         )
 
     def read(self, read: effects.ReadCheckpoint) -> None:
-        self.reads.append(read)
+        """Files are the shell's."""
 
     def end(self, end: effects.End) -> None:
         self.ends.append(end)

@@ -14,23 +14,15 @@ from diloco_protocol.chunks import ModelLayout
 CHUNK_ELEMENTS = 4
 
 
+@dataclass(eq=False)
 class Payload:
     """A buffer of which only the length and a mark matter; a seeded one says what it contains."""
 
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        is_finite: bool = True,
-        squares: float = 1.0,
-        fingerprint: int = 0,
-        contents: tuple[tuple[str, int], ...] = (),
-    ) -> None:
-        self.nbytes = nbytes
-        self.is_finite = is_finite
-        self.squares = squares
-        self.fingerprint = fingerprint
-        self.contents = contents
+    nbytes: int
+    is_finite: bool = True
+    squares: float = 1.0
+    fingerprint: int = 0
+    contents: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

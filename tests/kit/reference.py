@@ -88,6 +88,7 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> MakeOuter:
     return lambda _: ByTorch(make)
 
 
+@dataclass
 class DelayedNesterov:
     """Algorithm 3. D <- D + g with each gradient t = 0, 1, ..., then
 
@@ -95,11 +96,13 @@ class DelayedNesterov:
     otherwise:             theta <- theta - eta (c mu m + g/N)
     """
 
-    def __init__(self, lr: float, momentum: float, size: int, c: float = 0.0) -> None:
-        self.lr, self.mu, self.n, self.c = lr, momentum, size, c
-        self.m: State = {}
-        self.d: State = {}
-        self.t = 0
+    lr: float
+    mu: float
+    n: int
+    c: float = 0.0
+    m: State = field(default_factory=dict)
+    d: State = field(default_factory=dict)
+    t: int = 0
 
     def __call__(self, values: State, gradient: State) -> State:
         lr, mu, n, c = self.lr, self.mu, self.n, self.c
@@ -118,6 +121,7 @@ class DelayedNesterov:
         return after
 
 
+@dataclass
 class Buffered:
     """The mean of every N gradients goes through `inner`.
 
@@ -125,11 +129,10 @@ class Buffered:
     the variant of Delayed Nesterov that counts gradients twice.
     """
 
-    def __init__(self, inner: Outer, size: int, direct: float | None = None) -> None:
-        self.inner = inner
-        self.size = size
-        self.direct = direct
-        self.kept: list[State] = []
+    inner: Outer
+    size: int
+    direct: float | None = None
+    kept: list[State] = field(default_factory=list)
 
     def __call__(self, values: State, gradient: State) -> State:
         self.kept.append(gradient)

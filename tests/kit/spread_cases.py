@@ -58,8 +58,7 @@ def replicas_do_what_a_plain_worker_does(ranks: Ranks) -> None:
     ):
         whole = seeded(partial(Varied, dtype))
         both = Both(ranks, whole, seeded(partial(Varied, dtype)))
-        both.cut(chunk_elements, fragments)
-        both.assert_same_rounds()
+        both.assert_same_rounds(chunk_elements, fragments)
 
 
 @case(1, 2)
@@ -71,8 +70,7 @@ def replicas_on_cuda_do_what_a_plain_worker_does(ranks: Ranks) -> None:
         both = Both(ranks, whole, seeded(partial(Varied, dtype)).cuda())
         assert both.spread.pins
         for chunk_elements in (7, 1 << 19):
-            both.cut(chunk_elements)
-            both.assert_same_rounds(kept_on=torch.device("cuda"))
+            both.assert_same_rounds(chunk_elements, kept_on=torch.device("cuda"))
 
 
 @case(1, 2)
@@ -84,8 +82,7 @@ def replicas_on_another_device_do_what_a_plain_worker_does(ranks: Ranks) -> None
     with OtherDevice():
         for dtype, chunk_elements in ((torch.float32, 20), (torch.bfloat16, 1 << 19)):
             both = Both(ranks, seeded(Layers).to(dtype), seeded(Layers).to(dtype).to(THERE))
-            both.cut(chunk_elements)
-            both.assert_same_rounds(("fp32", "bf16", "int8"))
+            both.assert_same_rounds(chunk_elements, wires=("fp32", "bf16", "int8"))
 
 
 @case()
@@ -107,8 +104,7 @@ def fsdp_does_what_a_plain_worker_does(ranks: Ranks) -> None:
     for dtype, chunk_elements, fragments in ((torch.float32, 1 << 19, 1), (torch.bfloat16, 5, 2)):
         whole = seeded(partial(Layers, dtype=dtype))
         both = Both(ranks, whole, sharded(whole))
-        both.cut(chunk_elements, fragments)
-        both.assert_same_rounds()
+        both.assert_same_rounds(chunk_elements, fragments)
 
 
 @case(1, 2)
@@ -155,8 +151,7 @@ def tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
     whole = seeded(Layers)
     both = Both(ranks, whole, tensor_parallel(whole, mesh_of(ranks.count)))
     for chunk_elements in (5, 1 << 19):
-        both.cut(chunk_elements)
-        both.assert_same_rounds()
+        both.assert_same_rounds(chunk_elements)
 
 
 @case(4)
@@ -169,8 +164,7 @@ def fsdp_of_tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
         both = Both(ranks, whole, made)
         both.assert_equal_models()  # each block is where its values are in the whole model
         for chunk_elements in (5, 1 << 19):
-            both.cut(chunk_elements)
-            both.assert_same_rounds()
+            both.assert_same_rounds(chunk_elements)
 
 
 def stage(rank: int, count: int) -> Stages:
@@ -185,16 +179,14 @@ TIED = [("embed.weight", "head.weight")]
 def stages_that_take_turns_do_what_a_plain_worker_does(ranks: Ranks) -> None:
     both = Both(ranks, Stages(), stage(ranks.rank, ranks.count), TIED)
     for chunk_elements, fragments in ((10, 3), (64, 1), (1 << 19, 1)):
-        both.cut(chunk_elements, fragments)
-        both.assert_same_rounds()
+        both.assert_same_rounds(chunk_elements, fragments)
 
 
 @case(2)
 def first_and_last_stage_in_one_process_have_the_order_of_the_whole_model(ranks: Ranks) -> None:
     own = [0, 1, 2, 9, 10, 11] if ranks.leads else [3, 4, 5, 6, 7, 8]
     both = Both(ranks, Stages(), Stages(own, embed=ranks.leads, head=ranks.leads))
-    both.cut(10)
-    both.assert_same_rounds()
+    both.assert_same_rounds(10)
 
 
 @case(4)
@@ -202,8 +194,7 @@ def stages_of_fsdp_do_what_a_plain_worker_does(ranks: Ranks) -> None:
     mesh, number = mesh_of(2, 2), ranks.rank // 2
     made = Stages(range(number * 6, number * 6 + 6), embed=number == 0, head=number == 1)
     both = Both(ranks, Stages(), sharded(made, mesh=mesh["inner"]), TIED)
-    both.cut(10)
-    both.assert_same_rounds()
+    both.assert_same_rounds(10)
 
 
 @case(2, 3, 4)

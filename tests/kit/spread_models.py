@@ -208,14 +208,17 @@ class Both:
 
     def assert_same_rounds(
         self,
+        chunk_elements: int,
+        fragments: int = 1,
         wires: Sequence[str] = ("fp32", "bf16"),
         kept_on: torch.device = torch.device("cpu"),  # noqa: B008  a constant
     ) -> None:
-        """Captures, deltas and merges are bit for bit those of the whole model.
+        """Cut so, captures, deltas and merges are bit for bit those of the whole model.
 
         Args:
             kept_on: where this process has the version that deltas are measured from.
         """
+        self.cut(chunk_elements, fragments)
         for part in self.layout.all:
             moved(self.whole, seed=part.fragment)
             self.copy_to_spread()

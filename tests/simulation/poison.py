@@ -74,15 +74,9 @@ class RealTensors:
         return event
 
 
-class Arena(Stage):
-    """A stage on which tensors are added up in earnest."""
-
-    def trains_from(self, initial: Mapping[str, Tensor]) -> None:
-        self.tensors = cast(NotedTensors, RealTensors(self, initial))
-
-    def parameters(self) -> Tensor:
-        wires = self.state.versions[0].wires
-        return torch.cat([torch.frombuffer(bytearray(w), dtype=torch.float32) for w in wires])
+def parameters(stage: Stage) -> Tensor:
+    wires = stage.state.versions[0].wires
+    return torch.cat([torch.frombuffer(bytearray(w), dtype=torch.float32) for w in wires])
 
 
 def pushes(puppet: Puppet, push_id: int, delta: Tensor) -> None:
@@ -142,11 +136,12 @@ def train(attack: str, defence: str, seed: int, rounds: int = ROUNDS) -> Outcome
     config = a_config(
         WORKERS, chunk_elements=CHUNK, outer_lr=0.8, outer_momentum=0.5, **DEFENCES[defence]
     )
-    arena = Arena(config, MANIFEST, initial=InitialModel(SHAPES))
-    arena.trains_from(dict(zip(SHAPES, split(data.start), strict=True)))
-    puppets = arena.joined(*(f"worker-{n}" for n in range(WORKERS)))
+    stage = Stage(config, MANIFEST, initial=InitialModel(SHAPES))
+    initial = dict(zip(SHAPES, split(data.start), strict=True))
+    stage.tensors = cast(NotedTensors, RealTensors(stage, initial))
+    puppets = stage.joined(*(f"worker-{n}" for n in range(WORKERS)))
     for number in range(rounds):
-        theta = arena.parameters()
+        theta = parameters(stage)
         local = theta.repeat(WORKERS, 1)
         for _ in range(STEPS):
             local.requires_grad_()
@@ -156,8 +151,8 @@ def train(attack: str, defence: str, seed: int, rounds: int = ROUNDS) -> Outcome
         deltas[HOSTILE] = worsen(deltas[HOSTILE], data.way)
         for place, (puppet, delta) in enumerate(zip(puppets, deltas, strict=True)):
             pushes(puppet, 10 * number + place, delta)
-        assert arena.counters == [number + 1], f"round {number} does not close"
-    theta = arena.parameters()
+        assert stage.counters == [number + 1], f"round {number} does not close"
+    theta = parameters(stage)
     loss = float(losses(theta.unsqueeze(0), *data.held_out))
     carried = float((data.start - theta) @ data.way)
     return Outcome(loss if math.isfinite(loss) else math.inf, carried)

@@ -134,10 +134,6 @@ class Publisher:
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    @property
-    def has_subscriber(self) -> bool:
-        return self._socket.poll(0) != 0
-
     def await_subscriber(self) -> None:
         while self._socket.poll(int(1000 * PATIENCE_S)):
             if self._socket.recv() == b"\x01" + TOPIC:

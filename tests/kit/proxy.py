@@ -1,4 +1,4 @@
-"""Proxies that break connections at given messages of ZMTP, or drop all that follow one.
+"""A proxy that breaks connections at given messages of ZMTP.
 
 The stream of ZMTP 3.1 (https://rfc.zeromq.org/spec/37/, framed as in 3.0, spec/23/) is a greeting of 64
 bytes, then frames: a byte of flags (1: more frames follow, 2: the length has eight bytes, 4: a command),
@@ -104,39 +104,6 @@ class MessageProxy(TcpProxy):
             self.is_done.set()
         self.seen.append(Seen(connection, up, unit.kind, unit.header, limit is not None))
         return limit
-
-
-class ForgettingProxy(TcpProxy):
-    """Forgets one connection, as a router does: its bytes go nowhere, and neither end is told.
-
-    Args:
-        target: where to.
-        up: on the way to the broker; else on the way down.
-        chunks: the one that is forgotten is the first with this number of them in that direction.
-
-    Attributes:
-        has_forgotten: it has happened.
-    """
-
-    def __init__(self, target: str, up: bool, chunks: int) -> None:
-        super().__init__(target)
-        self.has_forgotten = threading.Event()
-        self._up, self._chunks = up, chunks
-        self._forgotten: int | None = None
-
-    def gate(self, connection: int, up: bool) -> Gate:
-        stream, chunks = _Stream(), 0
-
-        def gate(data: bytes) -> tuple[bytes, bool]:
-            nonlocal chunks
-            if up is self._up and not self.has_forgotten.is_set():
-                chunks += sum(unit.kind == "chunk" for unit in stream.take(data))
-                if chunks >= self._chunks:
-                    self._forgotten = connection
-                    self.has_forgotten.set()
-            return (b"" if connection == self._forgotten else data), False
-
-        return gate
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A hub and its standby never both have the run, whatever the network, their machines and clocks do."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +14,9 @@ from diloco_worker.session import connection
 from kit.core_harness import a_config
 from simulation.network import Weather
 from simulation.simulator import Scenario, Simulation
+from simulation.standby import STANDBY
 from simulation.tensors import Violation
-from simulation.troubles import Troubles
+from simulation.troubles import NO_TROUBLES, Troubles
 
 SEEDS = range(16)
 SABOTAGE_SEEDS = range(60)
@@ -76,6 +78,20 @@ def test_two_hubs_never_both_have_the_run() -> None:
     ended = list(runs(SEEDS))
     assert sum(run.term is not None for run in ended) > len(SEEDS) / 2
     assert all(run.referee.versions_made for run in ended)
+
+
+def test_hub_keeps_its_lease_by_its_workers_alone() -> None:
+    run = Simulation(scenario(3, NO_TROUBLES), seed=3)
+    for _ in range(3):
+        run.newcomer()
+    run.passes(10.0)
+    assert run.standby is not None
+    run.standby.dies()
+    run.is_away(STANDBY, math.inf)
+    run.passes(30.0)
+    before = run.referee.versions_made
+    run.passes(30.0)
+    assert run.referee.versions_made > before
 
 
 class Lenient(lease.Ballot):

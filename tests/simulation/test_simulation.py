@@ -4,6 +4,7 @@ Every run is one real core and many real sessions in virtual time (`simulator`),
 checked after every event (`referee`). A failure names its seed and recounts the last events.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +32,7 @@ from simulation.fragments import Fragments
 from simulation.residuals import Residuals
 from simulation.scenarios import MODES, WEATHERS, a_scenario
 from simulation.simulator import BUSY, Scenario, Simulation
+from simulation.standby import HUB
 from simulation.tensors import Violation
 from simulation.troubles import NO_TROUBLES, Troubles
 
@@ -154,6 +156,24 @@ def test_every_promise_holds_where_replies_are_merged_on_arrival(mode: str, seed
     assert Simulation(replace(scenario, config=config), seed).run().counted() > 0
 
 
+@pytest.mark.parametrize("fields", [{"mode": "async"}, {"num_fragments": 2}], ids=str)
+def test_workers_follow_to_the_standby_of_a_hub_that_is_gone(fields: dict[str, Any]) -> None:
+    config = a_config(
+        3, save_dir="run", standby=True, lease=3.0, sync_every=8, recover_wait=5.0, **fields
+    )
+    run = Simulation(Scenario(config, workers=3, speeds=(1.0, 1.0), troubles=NO_TROUBLES), seed=1)
+    for _ in range(3):
+        run.newcomer()
+    run.passes(30.0)
+    before = run.referee.versions_made
+    run.hub.dies()
+    run.is_away(HUB, math.inf)
+    run.passes(60.0)
+    assert run.term == 1
+    assert before > 5
+    assert run.referee.versions_made > before + 5
+
+
 # Where a worker's grant was lost, or a broker restarted, between a refusal and the next version.
 REFUSING = {"streaming": (1, 2, 6, 8, 19, 27, 35)}
 
@@ -170,6 +190,17 @@ def test_each_worker_keeps_exactly_what_was_left_out_of_what_counts(
         Simulation(scenario, seed).run()
     if mode == "streaming":
         assert sum(each.settled_in_part for each in made) > 0
+
+
+# These need rare interleavings: each seed once showed a deadlock between a worker that waited for a
+# round and a round that waited for a worker.
+STOOD_STILL = [("streaming", 19), ("streaming", 33), ("streaming", 39)]
+STOOD_STILL += [("deterministic", 19), ("deterministic", 46), ("deterministic", 59)]
+
+
+@pytest.mark.parametrize(("mode", "seed"), STOOD_STILL)
+def test_runs_that_once_stood_still_get_on(mode: str, seed: int) -> None:
+    assert Simulation(a_scenario(mode, True, seed), seed).run().referee.versions_made > 0
 
 
 def with_restarts(scenario: Scenario) -> Scenario:

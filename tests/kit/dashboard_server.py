@@ -4,7 +4,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +17,7 @@ from diloco_tools.monitor.web.security import Policy
 from diloco_tools.monitor.web.source import FeedSource
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, status, worker
+from kit.process_kit import wait_for
 
 TOKEN = "the-token-of-these-tests"
 
@@ -88,14 +88,13 @@ class Site:
 
     def await_state(self, **wanted: Any) -> Any:
         """The first state in which the snapshot says all of `wanted`."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            state = self.get("/api/state").json
-            snapshot = (state["picture"] or {}).get("snapshot", {})
-            if all(snapshot.get(name) == value for name, value in wanted.items()):
-                return state
-            time.sleep(0.02)
-        raise AssertionError(f"no snapshot says {wanted}")
+
+        def state() -> Any:
+            found = self.get("/api/state").json
+            snapshot = (found["picture"] or {}).get("snapshot", {})
+            return found if wanted.items() <= snapshot.items() else None
+
+        return wait_for(state, PATIENCE_S)
 
 
 @contextmanager

@@ -92,11 +92,13 @@ class NotedTensors:
                 contents = () if payload is None else payload.contents
                 self.chunks[fragment, index] = Wire(contents)
                 return events.InitialStored(work, self.chunks[fragment, index])
-            case effects.Fold(fragment, index, worker, push_id, weight, _, payload):
-                if not payload.is_finite:
+            case effects.Fold() | effects.Inspect():
+                if not work.payload.is_finite:
                     return events.WorkRefused(work)
-                self._sums.setdefault((fragment, index), []).append((worker, push_id, weight))
-                return events.WorkDone(work, payload.squares, payload.fingerprint)
+                if isinstance(work, effects.Fold):
+                    part = (work.worker_id, work.push_id, work.weight)
+                    self._sums.setdefault((work.fragment, work.index), []).append(part)
+                return events.WorkDone(work, work.payload.squares, work.payload.fingerprint)
             case effects.Step(fragment, index, weight):
                 self.steps.append(work)
                 parts = self._sums.pop((fragment, index), [])
@@ -106,10 +108,6 @@ class NotedTensors:
                 )
                 added = tuple((worker, push_id) for worker, push_id, _ in parts)
                 return self._added(fragment, index, added)
-            case effects.Inspect(payload=payload):
-                if not payload.is_finite:
-                    return events.WorkRefused(work)
-                return events.WorkDone(work, payload.squares, payload.fingerprint)
             case effects.AggregateAndStep(fragment, index, groups):
                 self.merges.append(work)
                 assert all(p.payloads[index] is not None for group in groups for p in group)

@@ -3,8 +3,8 @@
 import difflib
 import io
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,22 +27,15 @@ UPDATE = "DILOCO_UPDATE_SNAPSHOTS"  # set it to write what is drawn now, and loo
 @contextmanager
 def sending(publisher: Publisher, *payloads: bytes) -> Iterator[str]:
     """A thread sends `payloads` to the next subscriber; gives the address to subscribe to."""
-    failures: list[Exception] = []
 
     def send() -> None:
-        try:
-            publisher.await_subscriber()
-            publisher.send(*payloads)
-        except TimeoutError as error:
-            failures.append(error)
+        publisher.await_subscriber()
+        publisher.send(*payloads)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as beside:
+        sent = beside.submit(send)
         yield publisher.address
-    finally:
-        thread.join()
-    assert not failures
+        sent.result()
 
 
 def top(*arguments: str, charset: str = "utf-8", **environment: str) -> Result:

@@ -53,6 +53,7 @@ class Scenario:
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
     watch_s: float = 1.0  # how often the referee checks that all workers make progress
     thoroughness: int = 1  # see `Referee`
+    has_units: bool = False  # workers train on the units of a data set
     processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
     # What each relay connects to, the hub or another relay; of a worker its place is drawn.
     relays: Mapping[str, str] = field(default_factory=dict)
@@ -199,6 +200,7 @@ class Simulation:
             manifest=self._manifest,
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
+            has_units=scenario.has_units,
             places=scenario.places,
             clock=self.clock(worker_id),
         )

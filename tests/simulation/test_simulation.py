@@ -35,6 +35,7 @@ from simulation.simulator import BUSY, Scenario, Simulation
 from simulation.standby import HUB
 from simulation.tensors import Violation
 from simulation.troubles import NO_TROUBLES, Troubles
+from simulation.units import counted, times_contained
 
 T = TypeVar("T")
 
@@ -154,6 +155,22 @@ def test_every_promise_holds_where_replies_are_merged_on_arrival(mode: str, seed
     scenario = a_scenario(mode, True, seed)
     config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
     assert Simulation(replace(scenario, config=config), seed).run().counted() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "saved", "streams"),
+    [
+        (mode, saved, (number + saved) % 2 == 0)
+        for number, mode in enumerate(("streaming", "carry", "async"))
+        for saved in (0, DURABLE, REWIND)
+    ],
+)
+def test_each_counted_unit_is_in_the_parameters_once(mode: str, streams: bool, saved: int) -> None:
+    scenario = a_scenario(mode, streams, seed=1, saved=saved)
+    run = Simulation(replace(scenario, has_units=True), seed=1).run()
+    assert len(counted(run)) > 10
+    assert times_contained(run) == dict.fromkeys(counted(run), 1)
 
 
 @pytest.mark.parametrize("fields", [{"mode": "async"}, {"num_fragments": 2}], ids=str)

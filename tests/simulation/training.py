@@ -112,6 +112,8 @@ class Training:
         yield from boundary.poll(state).__await__()
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
+            if worker.units is not None:
+                worker.units.step()
             yield from boundary.after_step(state, self.step + 1).__await__()
             if dice.random() < worker.habits.forces:
                 yield from boundary.force(state).__await__()
@@ -243,6 +245,8 @@ class Training:
         worker.world.tell(worker.name, what)
         worker.referee.offered(worker.name, worker.worker_id, push)
         self.residuals.frozen(push)
+        if worker.units is not None:
+            worker.units.frozen(push)
         return push
 
     def _totals(self) -> Work:

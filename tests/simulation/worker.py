@@ -29,6 +29,7 @@ from simulation.network import INSTANT_S, Clock, Connection, Listener, World
 from simulation.referee import Referee
 from simulation.tensors import Delta, Violation
 from simulation.training import Habits, Training
+from simulation.units import UnitsAtWork
 
 # Longest time between the two threads of a worker.
 BETWEEN_THREADS_S = 0.002
@@ -40,8 +41,8 @@ class Worker:
     """A worker's process.
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
-    connection, whose listener is called with each message to the worker. `places` is the number of
-    addresses that it knows.
+    connection, whose listener is called with each message to the worker. `has_units`: it trains on
+    units. `places` is the number of addresses that it knows.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Worker:
         manifest: Manifest,
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
+        has_units: bool = False,
         places: int = 1,
         clock: Clock | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Worker:
             *(self.session, self.inbox, self, self._memory, self._notice), others=self.lanes
         )
         self.training = Training(self)
+        self.units = UnitsAtWork(self) if has_units else None
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self.shortcut = ""

@@ -4,9 +4,10 @@
  * -ffast-math): where torch fuses a product and a sum (`add(..., alpha=w)`), `fmaf` stands here.
  *
  * Each function works on PIECE elements at a time, in buffers that stay in a core's first-level cache,
- * with one short loop for each value that is computed: compilers vectorize such loops. A piece of 1 KiB,
- * since tensors begin at the same address of a page: of larger pieces the streams evict each other.
- * Payloads may have any address: the types below have the alignment of a byte.
+ * with one short loop for each value that is computed: compilers vectorize such loops. Pieces are
+ * as small as 1 KiB because most tensors begin at the same offset in a page: larger pieces of several
+ * tensors would evict each other. Payloads may have any address: the types below have the alignment of
+ * a byte.
  */
 #include <math.h>
 #include <stdbool.h>

@@ -46,7 +46,9 @@ class _OwnHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            # In one write, so that no other process's output comes between a line and its end.
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
         except Exception:  # noqa: BLE001  as handlers of `logging` do
             self.handleError(record)
 

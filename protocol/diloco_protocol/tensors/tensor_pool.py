@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 64 << 10  # bytes; below this the default allocator is as fast
+LARGE_PAGE = 2 << 20  # bytes
 
 
 def mapped(elements: int, dtype: torch.dtype) -> Tensor:
@@ -59,7 +60,7 @@ class TensorPool:
         size = elements * dtype.itemsize
         if size < SMALLEST:
             return torch.empty(elements, dtype=dtype)
-        piece = self._reuse(size) or self._new(size)
+        piece = self._reuse(size) or self._new(size, halves=2 * size <= LARGE_PAGE)
         array = np.frombuffer(piece.memory, dtype=np.uint8)
         # `append` and `pop` are atomic, so no lock is needed, which a finalizer must not take.
         weakref.finalize(array, self._free[size].append, piece).atexit = False
@@ -94,10 +95,14 @@ class TensorPool:
         halves += seen.values()
         return joined
 
-    def _new(self, size: int) -> _Piece:
-        buffer = _map(size)
+    def _new(self, size: int, *, halves: bool) -> _Piece:
+        """Map a piece, or two at a time: they share a large page, and can be joined later."""
+        if halves:
+            first, second = self._new(2 * size, halves=False).halves()
+            self._free[size].append(second)
+            return first
         self.mapped_bytes += size
-        return _Piece(memoryview(buffer))
+        return _Piece(memoryview(_map(size)))
 
 
 def _map(size: int) -> mmap.mmap:

@@ -1,5 +1,6 @@
 """Fixtures that several files use, and what holds for each test."""
 
+import gc
 import os
 import signal
 import sys
@@ -44,6 +45,10 @@ def pytest_sessionstart() -> None:
         import torch._dynamo  # noqa: F401
 
         import diloco_tools.monitor.terminal.application  # noqa: F401
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a full collection would go through all modules
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -5,6 +5,7 @@ They are started by `Processes`, of which each test that needs some has one: a c
 functions at the end of this module (`start`).
 """
 
+import gc
 import io
 import itertools
 import json
@@ -237,6 +238,7 @@ def _run(
     work: Callable[..., None],
     *arguments: Any,
 ) -> None:
+    gc.freeze()  # or the first full collection would copy all that it shares with the server
     with output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -21,7 +21,7 @@ from kit.process_kit import PATIENCE_S, Processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Chunks are so small that each process has several of each fragment, and no tensor begins with one.
-ROUNDS: dict[str, Any] = {"max_rounds": 20, "chunk_elements": 777}
+ROUNDS: dict[str, Any] = {"max_rounds": 12, "chunk_elements": 777}
 SYNC = {"sync_every": 3, "deterministic": True, **ROUNDS}
 STREAMING = {**SYNC, "sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
 ASYNC = {"sync_every": 3, "mode": "async", **ROUNDS}

@@ -30,9 +30,6 @@ ALL := not (nightly or integration or engine or cuda)
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 COVERED := tests/protocol tests/broker tests/worker --ignore=tests/broker/shell
 
-# Tests start hundreds of interpreters, and each would compile our sources anew.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-torch test-engines test-cuda test-nightly coverage slurm mutants nightly chromium lint format check docs picture release clean
 
 help:

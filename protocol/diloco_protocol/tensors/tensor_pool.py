@@ -67,8 +67,9 @@ class TensorPool:
         return torch.from_numpy(array).view(dtype)
 
     def release(self) -> None:
-        """Unmap free buffers."""
-        self._free.clear()
+        """Forget free buffers, which are unmapped; a half is when its other half is free, too."""
+        for pieces in [*self._free.values()]:
+            pieces.clear()  # in place: buffers in use will be added to these lists
 
     def _reuse(self, size: int) -> _Piece | None:
         with contextlib.suppress(IndexError):
@@ -81,6 +82,8 @@ class TensorPool:
 
     def _join(self, size: int) -> _Piece | None:
         """Join two free halves of a piece of this size; None if there are none."""
+        if size % 2:
+            return None
         halves = self._free[size // 2]
         seen: dict[_Piece, _Piece] = {}  # free halves by the piece they belong to, or themselves
         joined = None
@@ -96,7 +99,7 @@ class TensorPool:
         return joined
 
     def _new(self, size: int, *, halves: bool) -> _Piece:
-        """Map a piece, or two at a time: they share a large page, and can be joined later."""
+        """Map a piece, or a pair, whose halves can be joined later; two of 1 MiB fill a large page."""
         if halves:
             first, second = self._new(2 * size, halves=False).halves()
             self._free[size].append(second)

@@ -51,6 +51,17 @@ def test_memory_of_every_length_is_used_again_in_any_order() -> None:
     assert pool.mapped_bytes <= 3 * 8 * 4 * SMALLEST
 
 
+def test_pieces_of_half_the_size_become_one() -> None:
+    """Chunks in bf16, when they are free, and then one in fp32."""
+    pool = TensorPool()
+    halves = [pool.take(2 * ELEMENTS, torch.bfloat16) for _ in range(4)]
+    mapped = pool.mapped_bytes
+    del halves
+    wholes = [pool.take(2 * ELEMENTS, torch.float32).fill_(number) for number in range(2)]
+    assert pool.mapped_bytes == mapped
+    assert [float(each.mean()) for each in wholes] == [0.0, 1.0]
+
+
 def test_small_buffers_are_left_to_the_allocator() -> None:
     pool = TensorPool()
     pool.take(10, torch.float32)

@@ -48,7 +48,8 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # a full collection would go through all modules
+    # A full collection would go through all modules; `gc` shows no test what is frozen, either.
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -329,15 +329,10 @@ LOOK_S = 0.002
 
 
 class Peak:
-    """The most bytes of tensors at a time, of those that were not there when it began.
-
-    It freezes what was there, since `storages` would go through torch's modules each time.
-    """
+    """The most bytes of tensors at a time, of those that were not there when it began."""
 
     def __init__(self) -> None:
         self._before = set(storages())
-        gc.collect()
-        gc.freeze()
         self._ended = threading.Event()
         self.most = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)

@@ -41,7 +41,7 @@ help:
 	@echo "make evidence  what is claimed of training, measured again: some two hours; goes on where it was stopped"
 	@echo "make lan       syncs over lines of 1 Gb/s, 100 and 50 Mb/s in network namespaces: under 20 minutes, as root"
 	@echo "make sites     two sites behind a slow line, with and without relays: some minutes, as root"
-	@echo "make test      the quick tests: at most 5 minutes on two cores"
+	@echo "make test      the quick tests: at most 5 minutes on two idle cores"
 	@echo "make test-all  the slow ones and those in a browser, too: at most 13 minutes"
 	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"

@@ -67,9 +67,9 @@ class TensorPool:
         return torch.from_numpy(array).view(dtype)
 
     def release(self) -> None:
-        """Forget free buffers, which are unmapped; a half is when its other half is free, too."""
+        """Drop free buffers. A mapping is released once none of its pieces is in use."""
         for pieces in [*self._free.values()]:
-            pieces.clear()  # in place: buffers in use will be added to these lists
+            pieces.clear()  # in place: finalizers of buffers in use will append to these lists
 
     def _reuse(self, size: int) -> _Piece | None:
         with contextlib.suppress(IndexError):
@@ -99,7 +99,7 @@ class TensorPool:
         return joined
 
     def _new(self, size: int, *, halves: bool) -> _Piece:
-        """Map a piece, or a pair, whose halves can be joined later; two of 1 MiB fill a large page."""
+        """Map a piece, or a pair that can be joined later; two of 1 MiB fill a large page."""
         if halves:
             first, second = self._new(2 * size, halves=False).halves()
             self._free[size].append(second)

@@ -62,6 +62,16 @@ def test_pieces_of_half_the_size_become_one() -> None:
     assert [float(each.mean()) for each in wholes] == [0.0, 1.0]
 
 
+def test_buffer_in_use_during_a_release_is_used_again_afterwards() -> None:
+    pool = TensorPool()
+    tensor = pool.take(ELEMENTS, torch.float32)
+    pool.release()
+    mapped = pool.mapped_bytes
+    del tensor
+    pool.take(ELEMENTS, torch.float32)
+    assert pool.mapped_bytes == mapped
+
+
 def test_small_buffers_are_left_to_the_allocator() -> None:
     pool = TensorPool()
     pool.take(10, torch.float32)

@@ -48,7 +48,8 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # A full collection would go through all modules; `gc` shows no test what is frozen, either.
+    # A full collection would traverse all modules. `gc.get_objects` and `gc.get_referrers` skip frozen
+    # objects, too.
     gc.freeze()
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from statistics import median
 
-from diloco_lab.bench.parts.rounds import Round, has_room, one_round, row_of
+from diloco_lab.bench.parts.rounds import Round, has_room, one_round, row_of, warm_up
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.figures import Figure, against, figure, in_turn
 from diloco_lab.bench.sizes import parameters_of
@@ -57,7 +57,7 @@ def codecs(pool: ProcessPool, *, size: str = "125M", repeats: int = 3) -> list[F
     def run(which: Sequence[RoleProcess], pair: Pair) -> Iterator[Callable[[], Round]]:
         with pool.training(which, size, wire_dtype=pair[0], reply_dtype=pair[1]) as broker:
             a_round = partial(one_round, which, broker, normal=True)
-            a_round()  # allocates memory
+            warm_up(a_round)
             yield a_round
 
     def figures(pair: Pair, rounds: Sequence[Round], usual: Sequence[Round] = ()) -> list[Figure]:
@@ -97,7 +97,7 @@ def table(pool: ProcessPool, *, size: str, workers: int, repeats: int = 3) -> li
     for pair in (USUAL, *PAIRS):
         with pool.training(trainers, size, wire_dtype=pair[0], reply_dtype=pair[1]) as broker:
             a_round = partial(one_round, trainers, broker, normal=True)
-            a_round()  # allocates memory
+            warm_up(a_round)
             rounds = [a_round() for _ in range(repeats)]
         of_it = partial(figure, TABLE, row_of(size, workers, "/".join(pair)))
         up, down = (median(getattr(each, way) for each in rounds) for way in ("up", "down"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ FP32 = 4
 # Copies of the parameters in fp32 that must fit into memory, with a reserve.
 WORKER_HOLDS, BROKER_HOLDS = 4, 5
 COMPARED_WORKERS = 2  # of each of two runs side by side
+# Rounds until all memory is allocated: the broker keeps the codes of up to eight versions.
+FIRST_ROUNDS = 9
 
 
 class Round(NamedTuple):
@@ -74,6 +76,12 @@ def one_round(
     )
 
 
+def warm_up(a_round: Callable[[], Round]) -> None:
+    """Make the rounds that allocate memory."""
+    for _ in range(FIRST_ROUNDS):
+        a_round()
+
+
 def has_room(
     pool: ProcessPool, row: str, size: str, workers: int, *, runs: int = 1, more: int = 0
 ) -> bool:
@@ -94,7 +102,7 @@ def whole_round(
         return []
     trainers = pool.roles("trainer", workers)
     with pool.training(trainers, size, reply_dtype=reply) as broker:
-        one_round(trainers, broker)  # allocates memory
+        warm_up(partial(one_round, trainers, broker))
         broker.forget_turns()
         limits, rounds = in_turn(pool.raw, lambda: one_round(trainers, broker), repeats)
         turn = broker.longest_turn_ms()
@@ -152,8 +160,8 @@ def _compared(
         pool.training(other, size, **options) as changed,
     ):
         a_usual, another = partial(one_round, usual, plain), partial(one_round, other, changed)
-        a_usual()  # allocates memory
-        another()
+        warm_up(a_usual)
+        warm_up(another)
         limits, rounds = in_turn(a_usual, another, repeats)
     of_it = partial(figure, part, row_of(size, COMPARED_WORKERS))
     found = []

@@ -2,9 +2,9 @@
 
 They come from rounds of `make lan` at 1 Gb/s with 10 to 151 million parameters on an idle machine (see
 its tables), with compiled kernels, and are divided as in docs/performance.md. A codec in a round takes
-two to four times its time alone: processes share memory bandwidth, norms and finiteness are checked,
-errors are fed back. The same costs hold for all rows of the validation and all plans; on a faster
-machine a plan is pessimistic. No row has int4 or a sparse codec: theirs are estimates.
+up to twice its time alone: processes share memory bandwidth, norms and finiteness are checked,
+errors are fed back. The same costs hold for all rows of the validation and all plans; on a slower
+machine a plan is optimistic. No row has int4 or a sparse codec: theirs are estimates.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ ENCODE = {
     "fp32": 0.3,
     "bf16": 0.1,
     "fp16": 0.1,
-    "int8": 2.6,
-    "int4": 3.0,
-    "int4z": 3.6,
+    "int8": 0.5,
+    "int4": 0.7,
+    "int4z": 0.9,
     **dict.fromkeys(SPARSE_KEPT, 6.0),
 }
 DECODE = {
     "fp32": 0.3,
     "bf16": 0.1,
     "fp16": 0.1,
-    "int8": 0.8,
-    "int4": 1.2,
-    "int4z": 1.6,
+    "int8": 0.1,
+    "int4": 0.12,
+    "int4z": 0.2,
     **dict.fromkeys(SPARSE_KEPT, 1.5),
 }
 
@@ -58,11 +58,11 @@ class Costs:
 
     wire: float = 0.35
     keys: float = 0.8
-    message: float = 0.00015
-    fold: float = 0.9
-    step: float = 3.0
-    freeze: float = 1.1
-    land: float = 1.2
-    left_out: float = 2.5
+    message: float = 0.0001
+    fold: float = 0.35
+    step: float = 0.5
+    freeze: float = 0.5
+    land: float = 0.3
+    left_out: float = 0.75
     awake: float = 0.07
-    unevenness: float = 0.3
+    unevenness: float = 0.21

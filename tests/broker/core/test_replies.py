@@ -1,11 +1,8 @@
 """How a quantized version goes to a reader, by what the reader holds."""
 
-import pytest
-
 from diloco_broker.core.versions.fragment import FragmentVersions, VersionInProgress
 from diloco_broker.core.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
-from diloco_protocol.dtypes import SIZES
 from diloco_protocol.messages import Chunk
 from diloco_protocol.version import VersionId
 
@@ -48,19 +45,6 @@ def test_full_chunk_is_sent_where_no_shorter_chain_leads_to_it() -> None:
     as_long = told(chained(20, size=50), version(18), 20, size=50)
     assert as_long.message.parts is None, "as long as the chunk"
     assert told(chain, version(19, tag=5), 20).message.parts is None, "of another branch"
-
-
-@pytest.mark.parametrize(("reply_dtype", "kept"), [("int8", 3), ("int4", 7), ("int4z", 8)])
-def test_codes_of_no_more_versions_are_kept_than_are_shorter_than_the_values(
-    reply_dtype: str, kept: int
-) -> None:
-    chain = Chain.of(reply_dtype)
-    for number in range(1, 21):
-        chain.follows(version(number), version(number - 1), [memoryview(b"code")])
-    found = chain.between(version(20 - kept), version(20))
-    assert found is not None and len(found) == kept
-    assert chain.between(version(20 - kept - 1), version(20)) is None
-    assert kept * SIZES[reply_dtype].element < 4
 
 
 def test_abandoned_version_is_in_no_chain() -> None:

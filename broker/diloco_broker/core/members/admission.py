@@ -71,7 +71,7 @@ def _let_in(
     member.relay = state.relays.before(route)
     if state.model.manifest != manifest:
         layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
-        state.versions.set_layout(layout.all, state.config.reply_dtype)
+        state.versions.set_layout(layout.all)
         yield from terms.tell_all(state)
     first_round = _first_round(state, member)
     yield from state.versions.warn_of_branches(join.worker_id, join.versions)

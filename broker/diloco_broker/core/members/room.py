@@ -6,7 +6,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.state import RunState
-from diloco_broker.core.versions.reply import longest_chain
+from diloco_broker.core.versions.reply import LONGEST_CHAIN
 from diloco_protocol.dtypes import SIZES, is_quantized, span_bytes
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Kind, Manifest
@@ -40,7 +40,7 @@ def reply_bytes(config: BrokerConfig) -> float:
     For quantized replies: the values that workers hold, in fp32, and the codes of the last versions.
     """
     if is_quantized(config.reply_dtype):
-        return MASTER_BYTES + longest_chain(config.reply_dtype) * SIZES[config.reply_dtype].element
+        return MASTER_BYTES + LONGEST_CHAIN * SIZES[config.reply_dtype].element
     return 0 if config.reply_dtype == "fp32" else SIZES[config.reply_dtype].element
 
 

@@ -83,7 +83,7 @@ def removed(state: RunState, member: Member) -> effects.Effects:
     if not len(state.members) and not manifest_is_settled(state):
         state.model.forget_manifest()
         state.start, state.recovery.waits_for = Start.WAITING_FOR_WORKERS, ""
-        state.versions.set_layout((), state.config.reply_dtype)
+        state.versions.set_layout(())
 
 
 # Transitions.

@@ -62,7 +62,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
         for fragment, each in record.fragments.items()
     }
     state.recovery.restored = dict(state.recovery.saved)
-    state.versions.set_layout(resumption.layout.all, state.config.reply_dtype)
+    state.versions.set_layout(resumption.layout.all)
     known = {n: count for n, count in record.totals.items() if n in vars(state.totals)}
     state.totals = replace(state.totals, **known)
     state.totals_before = replace(state.totals)

@@ -7,24 +7,16 @@ smaller than the full chunk.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco_protocol.dtypes import SIZES
 from diloco_protocol.messages import Chunk
 from diloco_protocol.version import VersionId
 
-# Versions in a chain at most.
+# Versions in a chain at most: the broker keeps the codes of this many in memory.
 LONGEST_CHAIN = 8
-
-
-def longest_chain(reply_dtype: str) -> int:
-    """The number of versions whose codes are kept: together they are shorter than fp32 values."""
-    shorter = math.ceil(SIZES["fp32"].element / SIZES[reply_dtype].element) - 1
-    return min(LONGEST_CHAIN, shorter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +47,6 @@ class Chain:
     _links: deque[tuple[VersionId, VersionId, Sequence[Any]]] = field(
         default_factory=lambda: deque(maxlen=LONGEST_CHAIN)
     )
-
-    @classmethod
-    def of(cls, reply_dtype: str) -> Chain:
-        """An empty chain for a run with these replies."""
-        return cls(deque(maxlen=longest_chain(reply_dtype)))
 
     def follows(self, version: VersionId, made_from: VersionId, codes: Sequence[Any]) -> None:
         """Append a version in progress, whose `codes` are filled in one by one."""

@@ -32,7 +32,7 @@ from diloco_broker.core.versions.readers import (
     lane_credit,
 )
 from diloco_broker.core.versions.record import FragmentRecord
-from diloco_broker.core.versions.reply import Chain, code_of
+from diloco_broker.core.versions.reply import code_of
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Progress, Released
@@ -50,11 +50,9 @@ class VersionStore:
         self.progress = Progress()
         self.loss: float | None = None
 
-    def set_layout(self, layouts: tuple[FragmentLayout, ...], reply_dtype: str) -> None:
+    def set_layout(self, layouts: tuple[FragmentLayout, ...]) -> None:
         """Set the fragments of the model, the frozen one last."""
-        self.fragments = [
-            FragmentVersions(layout, chain=Chain.of(reply_dtype)) for layout in layouts
-        ]
+        self.fragments = [FragmentVersions(layout) for layout in layouts]
 
     def __getitem__(self, fragment: int) -> FragmentVersions:
         return self.fragments[fragment]

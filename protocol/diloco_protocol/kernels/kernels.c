@@ -90,9 +90,8 @@ static inline void end_stream(void) {
 #endif
 }
 
-/* Load into the cache the block that is encoded two blocks later. Encoding is so much computation that
- * the processor would begin to load a block only when it is read, and wait for it. Beyond the end of the
- * values nothing happens. */
+/* Prefetch the block two ahead. Encoding is bound by computation, so without this a core does not load a
+ * block until it needs it, and waits. A prefetch past the end of the values does not fault. */
 static inline void prefetch(const float *block) {
     const uintptr_t line = 64, later = (uintptr_t)block + 2 * BLOCK * sizeof *block;
     for (uintptr_t at = later; at < later + BLOCK * sizeof *block; at += line)
@@ -431,7 +430,10 @@ bool diloco_encode(enum form form, bool is_rms, const float *values, const float
             memcpy(y, values + at, 4 * (size_t)size);
         for (ptrdiff_t j = size; j < BLOCK; j++) y[j] = 0;
         uint32_t magnitude = largest(y, BLOCK);
-        if (magnitude >= INFINITE) return false;
+        if (magnitude >= INFINITE) {
+            end_stream();
+            return false;
+        }
         uint32_t bits = scale_of(y, magnitude, most, is_rms);
         float scale = of_bits(bits << 16), by = scale > 0 ? scale : INFINITY;
         scales[block] = (uint16_t)bits;

@@ -28,10 +28,9 @@ M_TRIM_THRESHOLD, NEVER = -1, (1 << 31) - 1
 OTHERS = 256
 # Processes per worker for which connections are reserved: a machine usually has 8 accelerators.
 PROCESSES = 8
-# Thresholds of `gc`: new objects until these are scanned, such scans until survivors of the last ones
-# are too, and scans of survivors until all objects are, after some hundred rounds. Python's own are 700,
-# 10, 10.
-COLLECTED_AFTER = 700, 3, 3000
+# For `gc.set_threshold`: a young collection after 700 allocations, a middle one after 3 young ones, a
+# full one after 3000 middle ones, which are hundreds of rounds. The usual last two are 10 and 10.
+RARELY_FULL = 700, 3, 3000
 # Bytes that are returned to the system in one call: 0.13 ms per MiB, so 17 ms.
 A_MOMENT_BYTES = 128 << 20
 
@@ -69,8 +68,11 @@ def keep_freed_memory() -> bool:
 def give_back_freed_memory(most_bytes: int = A_MOMENT_BYTES) -> bool:
     """Return freed memory to the system, unless it is more than `most_bytes`.
 
-    Returns whether it was done; False also if the allocator is not that of glibc 2.33 or later.
+    After `keep_what_is_there` it collects garbage first. Returns whether it was done; False also if the
+    allocator is not that of glibc 2.33 or later.
     """
+    if gc.get_freeze_count():
+        gc.collect()
     try:
         library = ctypes.CDLL(None)
         free_bytes, trim = library.mallinfo2, library.malloc_trim
@@ -94,16 +96,17 @@ class _HeapFigures(ctypes.Structure):
 
 
 def keep_what_is_there() -> None:
-    """Exclude all current objects from cyclic garbage collection, and rarely look through old ones.
+    """Exclude all current objects from cyclic garbage collection, and make full collections rare.
 
     The current ones are modules and their functions, about 200,000 objects: scanning them blocks the
-    loop for 75 ms, during which no heartbeat is answered. The old ones belong to the parameters, some
-    100 for each million: scanning them takes 10 ms with 125 million. Hardly any are garbage. Call it
-    once, before serving.
+    loop for 75 ms, during which no heartbeat is answered. Later ones belong to the parameters, some
+    25,000 with 125 million: scanning them takes 8 to 25 ms, and hardly any are garbage. Call it once,
+    before serving.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECTED_AFTER)
+    if sys.version_info < (3, 14):  # its collector is incremental, and reads thresholds otherwise
+        gc.set_threshold(*RARELY_FULL)
 
 
 def rss_bytes() -> int:

@@ -28,7 +28,7 @@ FP32 = 4
 # Copies of the parameters in fp32 that must fit into memory, with a reserve.
 WORKER_HOLDS, BROKER_HOLDS = 4, 5
 COMPARED_WORKERS = 2  # of each of two runs side by side
-# Rounds until all memory is allocated: the broker keeps the codes of up to eight versions.
+# Warm-up rounds, after which all memory is allocated: the broker keeps the codes of eight versions.
 FIRST_ROUNDS = 9
 
 

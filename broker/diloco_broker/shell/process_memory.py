@@ -71,7 +71,7 @@ def give_back_freed_memory(most_bytes: int = A_MOMENT_BYTES) -> bool:
     After `keep_what_is_there` it collects garbage first. Returns whether it was done; False also if the
     allocator is not that of glibc 2.33 or later.
     """
-    if gc.get_freeze_count():
+    if gc.get_threshold() == RARELY_FULL:
         gc.collect()
     try:
         library = ctypes.CDLL(None)
